@@ -1,0 +1,103 @@
+# Two commands do everything: `make run` and `make test`. Each sets up .venv the first time it is
+# called and goes straight to work after that. `make help` lists the rest.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+export PYTHON ?=
+# pip shows its progress bars on a terminal and says nothing but errors elsewhere.
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install $$([ -t 1 ] || echo --quiet) -c constraints.txt
+
+# The default prompt makes the model copy, which is where prompt lookup saves most.
+PROMPT ?= Copy this list three times, word for word: red apples, green pears, yellow bananas, blue plums, ripe cherries.
+METHOD ?= ngram
+ARGS ?=
+# `make run PROMPT=…` takes any text. It travels through the environment, where no shell looks at it;
+# $(value …) and unexport keep make itself from expanding dollars that the caller wrote.
+export OUTSTRIDE_PROMPT := $(value PROMPT)
+export OUTSTRIDE_METHOD := $(value METHOD)
+unexport PROMPT METHOD
+
+.PHONY: help
+help: ## Say what can be made
+	@echo 'make run                  answer a prompt (sets everything up the first time)'
+	@echo 'make run PROMPT="…"       answer another one; METHOD=plain decodes one token per pass;'
+	@echo '                          ARGS="…" goes to `outstride run` as it is'
+	@echo 'make chat                 talk to the model; METHOD and ARGS as above'
+	@echo 'make test                 format check, lint, types, import rules, tests (sets itself up too)'
+	@echo 'make format               rewrite the code in the project'"'"'s format'
+	@echo 'make lint | make types    one check alone'
+	@echo 'make clean                remove .venv and caches; downloaded models stay'
+
+.PHONY: run
+run: $(VENV)/.run-stamp ## Answer a prompt
+	@exec $(VENV)/bin/outstride run "$$OUTSTRIDE_PROMPT" --method "$$OUTSTRIDE_METHOD" $(ARGS)
+
+.PHONY: chat
+chat: $(VENV)/.run-stamp ## Talk to the model
+	@exec $(VENV)/bin/outstride chat --method "$$OUTSTRIDE_METHOD" $(ARGS)
+
+.PHONY: test
+test: $(VENV)/.test-stamp ## All checks, in the order in which they are likely to fail
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/pytest $(ARGS)
+
+.PHONY: format
+format: $(VENV)/.test-stamp ## Rewrite the code in the project's format
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+.PHONY: lint
+lint: $(VENV)/.test-stamp ## Format check and lint
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+
+.PHONY: types
+types: $(VENV)/.test-stamp ## The type checker
+	$(VENV)/bin/mypy
+
+.PHONY: clean
+clean: ## Remove what was made here
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- set-up: a stamp stands for a finished installation and is renewed when its inputs change -------
+
+$(VENV)/.torch-stamp: constraints.txt
+	@found=; \
+	for python in $${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "Outstride needs Python 3.11 or newer; $${PYTHON:-python3} is $$("$${PYTHON:-python3}" -V 2>/dev/null || echo missing)." >&2; \
+	  echo 'Install one (Debian, Ubuntu: apt install python3 python3-venv), or name it: make run PYTHON=/path/to/python3.12' >&2; \
+	  exit 1; \
+	fi; \
+	if ! "$$found" -c 'import ensurepip, venv' 2>/dev/null; then \
+	  echo "$$found cannot make virtual environments: its venv module is missing." >&2; \
+	  echo "Debian, Ubuntu: apt install $$("$$found" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])') (or python3-venv), then try again." >&2; \
+	  exit 1; \
+	fi; \
+	if ! $(VENV)/bin/python -m pip --version >/dev/null 2>&1; then \
+	  echo 'making $(VENV) (first time only)'; \
+	  "$$found" -m venv --clear $(VENV); \
+	fi
+	@echo 'installing torch, the largest part (first time only)'
+	@$(PIP) torch
+	@touch $@
+
+$(VENV)/.run-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
+	@echo 'installing outstride (first time only)'
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.test-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
+	@echo 'installing outstride with its development tools (first time only)'
+	@$(PIP) -e '.[dev]'
+	@touch $(VENV)/.run-stamp $@

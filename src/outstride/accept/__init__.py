@@ -1,0 +1,1 @@
+"""One verifier or unmasker per file."""

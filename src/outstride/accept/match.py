@@ -1,0 +1,31 @@
+"""Equality: a drafted token holds if it is the token that the target puts there."""
+
+from __future__ import annotations
+
+from outstride.core.contracts import Acceptor
+from outstride.core.graph import NodeId, Position, TokenId
+from outstride.core.proposal import Proposal, Scores, Verdict
+from outstride.core.sequence import View
+from outstride.registry import acceptor
+
+
+@acceptor("match")
+class Match(Acceptor):
+    """Walks down the tree along the target's own tokens, as far as they were drafted.
+
+    The target's token is the argmax or the seeded sample, which depends on the position alone; so
+    the walk settles exactly what plain decoding would have settled, one token more than it matched.
+    """
+
+    def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
+        graph, node = proposal.graph, proposal.root
+        keep = [NodeId(i) for i in range(proposal.given)]
+        settled: dict[Position, TokenId] = {}
+        while True:
+            token = scores.token(node)
+            settled[Position(int(graph.positions[node]) + proposal.offset)] = token
+            child = graph.follow(node, token)
+            if child is None:
+                return Verdict(settled=settled, keep=tuple(keep))
+            keep.append(child)
+            node = child

@@ -1,0 +1,180 @@
+"""Prompts to measure and prove with: from files, or a dozen built-in ones.
+
+Files that are understood (each may also be packed with gzip, `.gz`):
+
+- `.txt`: one prompt per line; empty lines are skipped. A prompt of several lines needs `.jsonl`.
+- `.jsonl`: one object per line, of any of these kinds:
+  - Spec-Bench: `question_id`, `category`, `turns`. The first turn is the prompt, the category is the
+    group; the eight kinds of MT-Bench make one group, `mt_bench`.
+  - GSM8K: `question`. HumanEval: `task_id`, `prompt`. They make groups of those names.
+  - anything else with `prompt`; `group` (or `category`) and `id` are used if they are there.
+
+Groups matter because tokens per pass depend on the task: a mean over groups does not change with
+how many prompts of each kind a file happens to hold.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outstride.errors import InvalidPrompt
+
+MT_BENCH = frozenset(
+    {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPrompt:
+    """A prompt, its name in its file, and the kind of task it stands for."""
+
+    id: str
+    group: str
+    text: str
+
+
+def read_prompts(path: str | Path) -> list[BenchPrompt]:
+    """The prompts of a file, in order."""
+    file = Path(path)
+    suffixes = [s.lower() for s in file.suffixes]
+    packed = suffixes[-1:] == [".gz"]
+    kind = suffixes[-2:-1] if packed else suffixes[-1:]
+    if kind not in ([".txt"], [".jsonl"]):
+        raise InvalidPrompt(f"{path}: prompt files end in .txt or .jsonl (or either with .gz)")
+    try:
+        raw = gzip.decompress(file.read_bytes()) if packed else file.read_bytes()
+        lines = raw.decode("utf-8").splitlines()
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+        raise InvalidPrompt(f"{path}: cannot be read: {error}") from error
+    stem = file.name.partition(".")[0]
+    read = _from_text if kind == [".txt"] else _from_json
+    prompts = list(read(lines, stem, str(path)))
+    if not prompts:
+        raise InvalidPrompt(f"{path}: there is no prompt in it")
+    return prompts
+
+
+def _from_text(lines: Sequence[str], stem: str, source: str) -> Iterator[BenchPrompt]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield BenchPrompt(f"{stem}:{number}", stem, line.strip())
+
+
+def _from_json(lines: Sequence[str], stem: str, source: str) -> Iterator[BenchPrompt]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        place = f"{source}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InvalidPrompt(f"{place}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise InvalidPrompt(f"{place}: expected an object")
+        name, group, text = _fields(row, stem, number, place)
+        if not isinstance(text, str) or not text.strip():
+            raise InvalidPrompt(f"{place}: the prompt is empty or not text")
+        yield BenchPrompt(name, group, text)
+
+
+def _fields(row: Mapping[str, Any], stem: str, number: int, place: str) -> tuple[str, str, Any]:
+    """Identity, group and text of a row, by the fields it has."""
+    if "turns" in row:
+        category = str(row.get("category", stem))
+        turns = row["turns"]
+        first = turns[0] if isinstance(turns, list) and turns else None
+        name = str(row.get("question_id", f"{stem}:{number}"))
+        return name, "mt_bench" if category in MT_BENCH else category, first
+    if "question" in row:
+        return f"{stem}:{number}", str(row.get("category", "gsm8k")), row["question"]
+    if "prompt" in row and "task_id" in row:
+        return str(row["task_id"]), "humaneval", row["prompt"]
+    if "prompt" in row:
+        group = str(row.get("group", row.get("category", stem)))
+        return str(row.get("id", f"{stem}:{number}")), group, row["prompt"]
+    raise InvalidPrompt(
+        f"{place}: no prompt found; a line has turns, question or prompt, this one has "
+        f"{', '.join(map(str, row)) or 'nothing'}"
+    )
+
+
+def spread(prompts: Sequence[BenchPrompt], limit: int | None) -> list[BenchPrompt]:
+    """At most `limit` prompts, evenly over the whole list: files are sorted by kind."""
+    if limit is None or limit >= len(prompts):
+        return list(prompts)
+    return [prompts[i * len(prompts) // limit] for i in range(limit)]
+
+
+_PASSAGE = (
+    "The lighthouse at Harrow Point was built in 1871, after three ships had been lost on the reef in "
+    "a single winter. Its lamp burned whale oil at first, then paraffin, and from 1926 electricity. A "
+    "keeper and two assistants lived there with their families until 1984, when the light was made "
+    "automatic. The cottages stood empty for a decade; since 1995 they have housed a small museum, "
+    "which about nine thousand people visit each year."
+)
+_ORDERS = (
+    "Order 1041: Mira Okafor, 3 desk lamps, ships 4 May, paid.\n"
+    "Order 1042: Jon Lindqvist, 1 office chair, ships 6 May, not paid.\n"
+    "Order 1043: Priya Raman, 12 notebooks, ships 4 May, paid."
+)
+_CODE = (
+    "def total(items):\n"
+    "    result = 0\n"
+    "    for i in range(len(items)):\n"
+    "        result = result + items[i].price * items[i].count\n"
+    "    return result"
+)
+_BUILT_IN: tuple[tuple[str, str, str], ...] = (
+    ("sky", "chat", "Why does the sky look blue at noon and red in the evening?"),
+    ("interview", "chat", "How should I prepare for a job interview next week? Give me practical advice."),
+    ("story", "chat", "Write a short story about a fox who is afraid of the dark."),
+    (
+        "translate-out",
+        "translation",
+        "Translate into French: The train to Lyon leaves at nine o'clock, and the last one back leaves "
+        "at midnight.",
+    ),
+    (
+        "translate-in",
+        "translation",
+        "Translate German to English: Der Hund schläft unter dem Tisch, weil es draußen regnet.",
+    ),
+    ("summary", "summary", f"Summarize the following text in two sentences.\n\n{_PASSAGE}"),
+    (
+        "question",
+        "question",
+        f"{_PASSAGE}\n\nWhen was the light made automatic, and what are the cottages used for today?",
+    ),
+    (
+        "extract",
+        "extraction",
+        f"List the names and items of all paid orders, one per line.\n\n{_ORDERS}",
+    ),
+    (
+        "rewrite",
+        "extraction",
+        f"Rewrite these orders as a JSON list with the fields id, name and item.\n\n{_ORDERS}",
+    ),
+    (
+        "maths",
+        "maths",
+        "A baker sells 24 loaves in the morning and half as many in the afternoon, at 3 dollars each. "
+        "How much does she earn in a day? Think step by step.",
+    ),
+    (
+        "code",
+        "code",
+        f"Make this Python function shorter, without changing what it does.\n\n{_CODE}",
+    ),
+    ("list", "list", "Name the months of the year, each with how many days it has, as a numbered list."),
+)
+
+
+def built_in() -> list[BenchPrompt]:
+    """A dozen prompts of several kinds, for when no file is given."""
+    return [BenchPrompt(*row) for row in _BUILT_IN]

@@ -1,0 +1,238 @@
+"""`PagePool`: who owns which page of one model's cache.
+
+A page holds `page_size` entries. Tables (one per sequence) list pages; full pages of settled tokens
+are also known to the prefix tree. A page is written only by the one table that owns it alone, so a
+fork or a prefix hit copies nothing until somebody writes. The pool moves no data: it returns the
+moves that the model must make.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from outstride.cache.prefix import PrefixTree
+from outstride.core.graph import IntArray
+from outstride.core.sequence import Table
+from outstride.errors import IntegrityError
+
+
+@dataclass(slots=True)
+class Moves:
+    """Entries to copy: all sources are read before any target is written."""
+
+    sources: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.sources)
+
+    def add(self, other: Moves) -> None:
+        self.sources += other.sources
+        self.targets += other.targets
+
+    def arrays(self) -> tuple[IntArray, IntArray]:
+        return np.asarray(self.sources, dtype=np.int64), np.asarray(self.targets, dtype=np.int64)
+
+
+class PagePool:
+    """The pages of one model."""
+
+    def __init__(self, pages: int, page_size: int, block: int | None = None) -> None:
+        self.pages = pages
+        self.page_size = page_size
+        self._block = block
+        self._refs = [0] * pages
+        self._free = list(range(pages - 1, -1, -1))
+        self._tree = PrefixTree(page_size)
+        self._idle = 0  # pages that only the tree holds
+        self.hits = 0
+        self.lookups = 0
+
+    # --- counting ---------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """How many entries fit in all."""
+        return self.pages * self.page_size
+
+    @property
+    def available(self) -> int:
+        """Pages that are free or can be made free."""
+        return len(self._free) + self._idle
+
+    def pages_for(self, entries: int) -> int:
+        return -(-entries // self.page_size)
+
+    def _hold(self, page: int) -> None:
+        if self._refs[page] == 1 and page in self._tree:
+            self._idle -= 1
+        self._refs[page] += 1
+
+    def _drop(self, page: int) -> None:
+        self._refs[page] -= 1
+        if self._refs[page] == 0:
+            self._free.append(page)
+        elif self._refs[page] == 1 and page in self._tree:
+            self._idle += 1
+            self._tree.released(page)
+
+    def _take(self) -> int:
+        if not self._free:
+            page = self._tree.evict(lambda p: self._refs[p] == 1)
+            if page is None:
+                raise IntegrityError("no page is left although some were counted as available")
+            self._idle -= 1
+            self._refs[page] = 0
+            self._free.append(page)
+        page = self._free.pop()
+        self._refs[page] = 1
+        return page
+
+    # --- tables -----------------------------------------------------------------------------------
+
+    def open(self, tokens: Sequence[int], salt: str = "", *, reuse: bool = True) -> Table:
+        """A table that starts with whatever prefix is cached; the last token is never part of it."""
+        table = Table()
+        if reuse and (self._block is None or self._block < len(tokens)):
+            most = len(tokens) - 1
+            pages = self._tree.match(tokens, most, salt)
+            while pages and self._block and len(pages) * self.page_size % self._block:
+                pages.pop()
+            for page in pages:
+                self._hold(page)
+            table.pages = pages
+            table.positions = list(range(len(pages) * self.page_size))
+            table.shared = len(pages)
+            self.lookups += len(tokens)
+            self.hits += len(table.positions)
+        return table
+
+    def reserve(self, table: Table, nodes: int) -> Moves | None:
+        """Pages for `nodes` more entries, and the first of them writable; None if there are none."""
+        need = self.pages_for(len(table) + nodes) - len(table.pages)
+        last = len(table) // self.page_size
+        copies = [i for i in range(last, len(table.pages)) if self._refs[table.pages[i]] > 1]
+        if max(need, 0) + len(copies) > self.available:
+            return None
+        moves = Moves()
+        for i in copies:
+            old, new = table.pages[i], self._take()
+            entries = min(self.page_size, len(table) - i * self.page_size)
+            moves.sources += [old * self.page_size + j for j in range(entries)]
+            moves.targets += [new * self.page_size + j for j in range(entries)]
+            table.pages[i] = new
+            self._drop(old)
+        for _ in range(need):
+            table.pages.append(self._take())
+        return moves
+
+    def slots(self, table: Table, nodes: int) -> IntArray:
+        """Where the entries of the next pass go: one slot per node, behind the table's own."""
+        entries = np.arange(len(table), len(table) + nodes)
+        pages = np.asarray(table.pages, dtype=np.int64)
+        return pages[entries // self.page_size] * self.page_size + entries % self.page_size
+
+    def commit(
+        self,
+        table: Table,
+        positions: IntArray,
+        keep: Sequence[int],
+        reuse: Sequence[int] = (),
+    ) -> Moves:
+        """Keeps the entries of the given nodes of the last pass, in order, and drops the rest.
+
+        Stale entries stay behind the kept ones until a node at their position takes their place.
+        """
+        size, old = self.page_size, len(table)
+        fresh = table.fresh
+        covered = {int(positions[i]) for i in (*keep, *reuse)}
+        stale = [i for i in range(fresh, old) if table.positions[i] not in covered]
+        order = [old + node for node in keep] + stale + [old + node for node in reuse]
+
+        def slot(entry: int) -> int:
+            return table.pages[entry // size] * size + entry % size
+
+        moves = Moves()
+        for target, source in enumerate(order, start=fresh):
+            if target != source:
+                moves.sources.append(slot(source))
+                moves.targets.append(slot(target))
+        table.positions[fresh:] = (
+            [int(positions[i]) for i in keep]
+            + [table.positions[i] for i in stale]
+            + [int(positions[i]) for i in reuse]
+        )
+        table.stale = len(stale) + len(reuse)
+        kept = table.positions[fresh : fresh + len(keep)]
+        table.ordered = table.ordered and kept == list(range(fresh, fresh + len(keep)))
+        self._trim(table)
+        return moves
+
+    def _trim(self, table: Table) -> None:
+        while len(table.pages) > self.pages_for(len(table)):
+            self._drop(table.pages.pop())
+        table.shared = min(table.shared, len(table.pages))
+
+    def publish(self, table: Table, tokens: Sequence[int], salt: str = "") -> None:
+        """Files the table's full pages in the prefix tree, if they hold the tokens in order."""
+        full = min(table.fresh, len(tokens)) // self.page_size
+        if full <= table.shared or not table.ordered:
+            return
+        for page in self._tree.insert(tokens, table.pages[:full], salt):
+            self._refs[page] += 1
+        table.shared = full
+
+    def fork(self, table: Table, entries: int) -> Table:
+        """A table that shares the first `entries` entries of another."""
+        pages = table.pages[: self.pages_for(entries)]
+        for page in pages:
+            self._hold(page)
+        return Table(
+            pages=pages,
+            positions=table.positions[:entries],
+            ordered=table.ordered,
+            shared=min(table.shared, entries // self.page_size),
+        )
+
+    def close(self, table: Table) -> None:
+        """Gives a table's pages back."""
+        for page in reversed(table.pages):
+            self._drop(page)
+        table.pages, table.positions, table.stale, table.shared = [], [], 0, 0
+        table.ordered = True
+
+    # --- integrity --------------------------------------------------------------------------------
+
+    def check_integrity(self, tables: Iterable[Table]) -> None:
+        """Raises IntegrityError unless pages, tables and tree agree."""
+        held: Counter[int] = Counter()
+        for table in tables:
+            if len(set(table.pages)) != len(table.pages):
+                raise IntegrityError(f"a table lists a page twice: {table.pages}")
+            if self.pages_for(len(table)) > len(table.pages):
+                raise IntegrityError(f"{len(table)} entries in {len(table.pages)} pages")
+            if not 0 <= table.stale <= len(table):
+                raise IntegrityError(f"{table.stale} of {len(table)} entries are stale")
+            if len(set(table.positions)) != len(table.positions):
+                raise IntegrityError("a position is kept twice")
+            held.update(table.pages)
+        idle = 0
+        for page in self._tree:
+            idle += held[page] == 0
+            held[page] += 1
+        free = set(self._free)
+        if len(free) != len(self._free):
+            raise IntegrityError("a page is free twice")
+        for page in range(self.pages):
+            if self._refs[page] != held[page]:
+                raise IntegrityError(
+                    f"page {page} is counted {self._refs[page]} times and held {held[page]} times"
+                )
+            if (page in free) != (held[page] == 0):
+                raise IntegrityError(f"page {page} is both free and held, or neither")
+        if idle != self._idle:
+            raise IntegrityError(f"{idle} pages are idle, {self._idle} are counted so")

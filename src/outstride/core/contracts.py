@@ -1,0 +1,182 @@
+"""The contracts: what a drafter, an acceptor, a method and a model promise to the engine."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from outstride.core.graph import BoolArray, FloatArray, IntArray, TokenGraph
+from outstride.core.proposal import Proposal, Scores, Verdict
+from outstride.core.sequence import Table, View
+
+Rounds: TypeAlias = Generator[Proposal, Scores, Proposal]
+"""Yields proposals for other models, is sent their scores, returns the one for the target."""
+
+
+class Exactness(enum.Enum):
+    """What a method promises about its text."""
+
+    EXACT = "exact"
+    """Token for token what it is exact to (plain decoding unless it says otherwise)."""
+    DISTRIBUTION = "distribution"
+    """Other tokens, the same distribution."""
+    LOSSY = "lossy"
+    """May change the text; never chosen for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """How many nodes beyond the given ones a drafter could use, and what it expects of them.
+
+    The plan grants at least `least` or delays the sequence, and at most `most`; `gain` is the
+    expected number of accepted tokens, by which scarce nodes are shared out.
+    """
+
+    least: int = 0
+    most: int = 0
+    gain: float = 0.0
+
+
+class Drafter(ABC):
+    """Guesses. Holds no state of a sequence: that is what `observe` returns."""
+
+    name: str
+    models: tuple[str, ...] = ()
+    """The models, besides the target, that it asks."""
+
+    def demand(self, view: View) -> Demand:
+        """Asked before planning."""
+        return Demand()
+
+    @abstractmethod
+    def propose(self, view: View, room: int) -> Rounds:
+        """The proposal for the target: `view.given()` and at most `room` further nodes.
+
+        With no room (a prompt still being read) it returns the given nodes alone, but may use the
+        step to let its own model catch up. A drafter runs a model only by yielding to it; later
+        rounds of one step must extend the graph of earlier ones, and only the new nodes are computed.
+        """
+
+    def ahead(self, view: View, proposal: Proposal) -> Generator[Proposal, Scores, Any] | None:
+        """Work for other models while the target scores; what it returns becomes the state."""
+        return None
+
+    def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> Any:
+        """The new state, once the verdict is committed."""
+        return view.state
+
+
+class Acceptor(ABC):
+    """Judges. Verifiers and unmaskers are both acceptors."""
+
+    name: str
+
+    @abstractmethod
+    def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
+        """What holds. The engine cuts it by stop rules and limits afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A drafter and an acceptor under a name, and what they promise together."""
+
+    name: str
+    drafter: Drafter
+    acceptor: Acceptor
+    exactness: Exactness
+    spec: str = ""
+    """As the user wrote it: `name` or `name:key=value,…`."""
+
+
+class Grammar(Protocol):
+    """What an answer may look like. Pure: drafts ask about paths that may never be taken."""
+
+    def allowed(self, output: Sequence[int]) -> BoolArray | None:
+        """A mask over the vocabulary for the token behind this output; None for no limit."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """How a model sees its tokens: causally, in blocks, or all at once."""
+
+    block: int | None = None
+
+    @property
+    def name(self) -> str:
+        return "causal" if self.block is None else f"block({self.block})"
+
+
+CAUSAL = Vision()
+FULL = Vision(block=1 << 30)
+
+
+@dataclass(slots=True)
+class Work:
+    """One sequence's part of a pass.
+
+    Nodes below `first` were computed in an earlier round of the same step; their entries are in
+    place. Node i of the graph has its cache entry in `slots[i]`.
+    """
+
+    proposal: Proposal
+    table: Table
+    slots: IntArray
+    first: int = 0
+
+
+class Pending(Protocol):
+    """A pass under way."""
+
+    def wait(self) -> list[Scores]:
+        """Blocks until the scores are there, one per piece of work."""
+        ...
+
+
+@dataclass(slots=True)
+class Done:
+    """A pass that is over."""
+
+    scores: list[Scores] = field(default_factory=list)
+
+    def wait(self) -> list[Scores]:
+        return self.scores
+
+
+class Model(Protocol):
+    """What the engine needs of a model. Models never decide."""
+
+    vocab_size: int
+    context: int
+    vision: Vision
+    page_size: int
+    pages: int
+    fingerprint: str
+
+    def forward(self, work: Sequence[Work]) -> Pending:
+        """One pass over all graphs. Writes the cache entry of every new node to its slot."""
+        ...
+
+    def move(self, sources: IntArray, targets: IntArray) -> None:
+        """Copies cache entries between slots, all read before any is written."""
+        ...
+
+    def feature(self, table: Table, position: int) -> FloatArray:
+        """What is stored for trained drafters at a kept position."""
+        ...
+
+
+def agreeing(graph: TokenGraph, given: int, tokens: Sequence[int]) -> list[int]:
+    """The nodes of a causal graph that lie on the settled path: the given ones, then matches."""
+    path = list(range(given))
+    node: Any = given - 1
+    while True:
+        children = graph.children(node)
+        position = int(graph.positions[children[0]]) if children else len(tokens)
+        node = graph.follow(node, tokens[position]) if position < len(tokens) else None
+        if node is None:
+            return path
+        path.append(node)

@@ -1,0 +1,234 @@
+"""`TokenGraph`: the nodes of one pass for one sequence, and who may see whom.
+
+A node has an input, a logical position, a parent and a block. What it sees follows from that
+alone: everything the sequence has cached, its own block, and whatever its parent sees. A chain is
+a line of blocks of one; a masked block is one block of many; rivals are blocks with one parent.
+
+Graphs are built by `chain`, `tree`, `block`, `alternatives` and `union` and joined with `grow`.
+Nothing else makes one, so masks, depths and paths are derived and never stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+NodeId = NewType("NodeId", int)
+"""Index of a node in its graph. Never add one to a position."""
+Position = NewType("Position", int)
+"""Logical place of a token in its sequence, counted from the first prompt token."""
+TokenId = NewType("TokenId", int)
+"""A row of the vocabulary; from `vocab_size` on, an extra embedding row of the model."""
+
+ROOT = NodeId(-1)
+"""The parent of nodes that hang directly below what is cached."""
+MIXTURE = TokenId(-1)
+"""The input of a node whose embedding is a mixture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """An input that is a weighted sum of embedding rows."""
+
+    tokens: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenGraph:
+    """Nodes in an order in which parents come first; `len(graph)` counts them."""
+
+    tokens: IntArray
+    positions: IntArray
+    parents: IntArray
+    blocks: IntArray
+    probes: BoolArray
+    mixtures: Mapping[int, Mixture] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether each node sees exactly the nodes before it and itself."""
+        n = len(self)
+        return bool(
+            n == 0
+            or (
+                np.array_equal(self.parents, np.arange(-1, n - 1))
+                and len(np.unique(self.blocks)) == n
+            )
+        )
+
+    @cached_property
+    def is_linear(self) -> bool:
+        """Whether no two nodes claim the same position."""
+        return len(np.unique(self.positions)) == len(self)
+
+    @cached_property
+    def sees(self) -> BoolArray:
+        """`sees[i, j]`: node i attends to node j."""
+        n = len(self)
+        if self.is_chain:
+            return np.tril(np.ones((n, n), dtype=np.bool_))
+        seen = np.equal.outer(self.blocks, self.blocks)
+        for i in range(n):
+            if (parent := int(self.parents[i])) >= 0:
+                seen[i] |= seen[parent]
+        return seen
+
+    @cached_property
+    def depths(self) -> IntArray:
+        """How many blocks lie between a node and what is cached, its own not counted."""
+        depths = np.zeros(len(self), dtype=np.int64)
+        for i, parent in enumerate(self.parents):
+            depths[i] = depths[parent] + 1 if parent >= 0 else 0
+        return depths
+
+    @cached_property
+    def _children(self) -> dict[int, list[NodeId]]:
+        found: dict[int, list[NodeId]] = {}
+        for i, parent in enumerate(self.parents):
+            found.setdefault(int(parent), []).append(NodeId(i))
+        return found
+
+    def children(self, node: NodeId) -> list[NodeId]:
+        """The nodes whose parent is `node` (`ROOT` for the topmost), in order."""
+        return self._children.get(node, [])
+
+    def path(self, node: NodeId) -> list[NodeId]:
+        """From the topmost ancestor down to `node` itself."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = NodeId(int(self.parents[node]))
+        return path[::-1]
+
+    def follow(self, node: NodeId, token: int) -> NodeId | None:
+        """The child of `node` whose input is `token`, if there is one that may be kept."""
+        for child in self.children(node):
+            if self.tokens[child] == token and not self.probes[child]:
+                return child
+        return None
+
+    def grow(self, other: TokenGraph, at: NodeId | None = None) -> TokenGraph:
+        """This graph with `other` hung below node `at` (the last node if not given)."""
+        if len(other) == 0:
+            return self
+        if at is None:
+            at = NodeId(len(self) - 1)
+        shift, above = len(self), int(self.blocks.max(initial=-1)) + 1
+        return TokenGraph(
+            tokens=np.concatenate([self.tokens, other.tokens]),
+            positions=np.concatenate([self.positions, other.positions]),
+            parents=np.concatenate(
+                [self.parents, np.where(other.parents < 0, at, other.parents + shift)]
+            ),
+            blocks=np.concatenate([self.blocks, other.blocks + above]),
+            probes=np.concatenate([self.probes, other.probes]),
+            mixtures={
+                **self.mixtures,
+                **{node + shift: mixture for node, mixture in other.mixtures.items()},
+            },
+        )
+
+    def starts_with(self, other: TokenGraph) -> bool:
+        """Whether this graph is `other` with nodes added behind it."""
+        n = len(other)
+        return (
+            len(self) >= n
+            and np.array_equal(self.tokens[:n], other.tokens)
+            and np.array_equal(self.positions[:n], other.positions)
+            and np.array_equal(self.parents[:n], other.parents)
+        )
+
+
+def _ints(values: Sequence[int] | IntArray) -> IntArray:
+    return np.asarray(values, dtype=np.int64)
+
+
+def chain(
+    tokens: Sequence[int] | IntArray,
+    start: int = 0,
+    *,
+    positions: Sequence[int] | IntArray | None = None,
+    probe: bool = False,
+) -> TokenGraph:
+    """Tokens one behind the other, at `start`, `start + 1`, … or at the given positions.
+
+    Positions out of order are allowed: a chain sees by order of nodes, not of positions.
+    """
+    n = len(tokens)
+    return TokenGraph(
+        tokens=_ints(tokens),
+        positions=np.arange(start, start + n) if positions is None else _ints(positions),
+        parents=np.arange(-1, n - 1),
+        blocks=np.arange(n),
+        probes=np.full(n, probe),
+    )
+
+
+def tree(
+    tokens: Sequence[int] | IntArray, parents: Sequence[int] | IntArray, start: int
+) -> TokenGraph:
+    """A token tree; `parents` index into `tokens`, -1 for the topmost, which stand at `start`."""
+    above = _ints(parents)
+    n = len(tokens)
+    if len(above) != n or np.any(above >= np.arange(n)) or np.any(above < -1):
+        raise ValueError("a tree needs one parent per token, each before its child")
+    graph = TokenGraph(
+        tokens=_ints(tokens),
+        positions=np.zeros(n, dtype=np.int64),
+        parents=above,
+        blocks=np.arange(n),
+        probes=np.zeros(n, dtype=np.bool_),
+    )
+    graph.positions[:] = graph.depths + start
+    return graph
+
+
+def block(
+    inputs: Sequence[int | Mixture],
+    start: int = 0,
+    *,
+    positions: Sequence[int] | IntArray | None = None,
+) -> TokenGraph:
+    """Nodes that all see each other."""
+    n = len(inputs)
+    return TokenGraph(
+        tokens=_ints([MIXTURE if isinstance(x, Mixture) else x for x in inputs]),
+        positions=np.arange(start, start + n) if positions is None else _ints(positions),
+        parents=np.full(n, -1),
+        blocks=np.zeros(n, dtype=np.int64),
+        probes=np.zeros(n, dtype=np.bool_),
+        mixtures={i: x for i, x in enumerate(inputs) if isinstance(x, Mixture)},
+    )
+
+
+def union(*graphs: TokenGraph) -> TokenGraph:
+    """Graphs side by side: none sees another."""
+    joined = empty()
+    for graph in graphs:
+        joined = joined.grow(graph, at=ROOT)
+    return joined
+
+
+def alternatives(*rivals: TokenGraph) -> TokenGraph:
+    """Rival graphs over the same positions, of which at most one will be kept."""
+    if any(not np.array_equal(r.positions, rivals[0].positions) for r in rivals):
+        raise ValueError("alternatives must stand at the same positions")
+    return union(*rivals)
+
+
+def empty() -> TokenGraph:
+    """The graph without nodes."""
+    return chain([])

@@ -1,0 +1,134 @@
+"""What goes into a pass and what comes out: `Proposal`, `Scores`, `Verdict`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from outstride.core.graph import (
+    FloatArray,
+    IntArray,
+    NodeId,
+    Position,
+    TokenGraph,
+    TokenId,
+)
+from outstride.core.sampling import GREEDY, Draw, Rules
+
+TARGET = "target"
+"""The name of the model whose text is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What a proposal wants back; nothing else leaves the pass.
+
+    nodes: which nodes reach the head (None: the last given node and all behind it).
+    best: how many tokens, by sum of logit and noise; the first is the node's token.
+    logprobs: how many of the likeliest tokens of the raw logits, besides the chosen one; None: none.
+    of: for single nodes, a token whose raw log-probability is wanted instead of the chosen one's.
+    rows: whole rows of probabilities as sampling sees them.
+    logits: whole rows of raw logits.
+    hidden: the states that enter these layers (`layers` for the last, before the final norm).
+    """
+
+    nodes: tuple[int, ...] | None = None
+    best: int = 1
+    logprobs: int | None = None
+    of: Mapping[int, int] = field(default_factory=dict)
+    rows: bool = False
+    logits: bool = False
+    hidden: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A graph for a named model, and what is known about it before the pass.
+
+    given: how many leading nodes hold settled tokens that lack only their cache entries.
+    offset: a node at position p is scored for position p + offset (1: next token, 0: itself).
+    layers: the range of layers to run (None: all); from a later layer on, `hidden` is the input.
+    drafted: the drafter's own distribution for each drafted node, where it has one.
+    rules, draw: set by the engine from the request, for every model alike.
+    labels: who drafted a node, where several drafters share a graph.
+    """
+
+    graph: TokenGraph
+    given: int
+    model: str = TARGET
+    offset: int = 1
+    layers: tuple[int, int] | None = None
+    hidden: FloatArray | None = None
+    drafted: Mapping[int, FloatArray] = field(default_factory=dict)
+    wants: Wants = Wants()
+    rules: Mapping[int, Rules] = field(default_factory=dict)
+    draw: Draw = GREEDY
+    labels: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def root(self) -> NodeId:
+        """The node of the last settled token: drafts hang below it."""
+        return NodeId(self.given - 1)
+
+    @property
+    def wanted(self) -> IntArray:
+        """The nodes that reach the head."""
+        if self.wants.nodes is not None:
+            return np.asarray(self.wants.nodes, dtype=np.int64)
+        return np.arange(max(self.given - 1, 0), len(self.graph))
+
+    def asking(self, wants: Wants) -> Proposal:
+        """The same proposal, wanting something else."""
+        return replace(self, wants=wants)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a pass returned for one proposal. Each table has one row per node of `nodes`."""
+
+    nodes: IntArray
+    best: IntArray
+    logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    rows: FloatArray | None = None
+    logits: FloatArray | None = None
+    hidden: Mapping[int, FloatArray] = field(default_factory=dict)
+    """By layer, one row per node of the graph that this pass computed."""
+
+    def row(self, node: NodeId) -> int:
+        """The line of the tables that belongs to a node."""
+        found = int(np.searchsorted(self.nodes, node))
+        if found == len(self.nodes) or self.nodes[found] != node:
+            raise KeyError(f"node {node} was not wanted")
+        return found
+
+    def token(self, node: NodeId) -> TokenId:
+        """The token that the model puts behind (or at) a node: argmax or seeded sample."""
+        return TokenId(int(self.best[self.row(node), 0]))
+
+    def rivals(self, node: NodeId) -> list[TokenId]:
+        """The node's token and its closest rivals, best first."""
+        return [TokenId(int(t)) for t in self.best[self.row(node)] if t >= 0]
+
+    def probabilities(self, node: NodeId) -> FloatArray:
+        """The distribution behind a node."""
+        if self.rows is None:
+            raise KeyError("rows were not wanted")
+        return np.asarray(self.rows[self.row(node)], dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an acceptor decided: separate facts, because they happen at separate times.
+
+    settled: position -> token, decided now and for good.
+    keep: nodes whose cache entries are valid for good, in the order in which to keep them.
+    reuse: nodes whose cache entries are stale but used again on purpose (lossy methods only).
+    forks: node -> how many further sequences go on from there.
+    """
+
+    settled: Mapping[Position, TokenId] = field(default_factory=dict)
+    keep: tuple[NodeId, ...] = ()
+    reuse: tuple[NodeId, ...] = ()
+    forks: Mapping[NodeId, int] = field(default_factory=dict)

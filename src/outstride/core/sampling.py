@@ -1,0 +1,282 @@
+"""The one rule by which a token is chosen from a row of logits.
+
+    rules (bias, penalties, grammar) -> temperature -> top-k -> top-p -> min-p -> noise -> argmax
+
+Noise belongs to positions: it is a pure function of (seed, sample index, purpose, position,
+token id), so a sampled token is checked like a greedy one, by equality. All in float32, with fixed
+orders of summation; ties go to the lowest id; temperature 0 takes no noise and no filters.
+
+The bits are part of the contract. Integers come from Philox-4x32-10 (Salmon et al., 2011), all 32
+bits of them used; logarithms from one polynomial, evaluated with separate multiplications and
+additions, because libraries' own float32 logarithms differ from each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from outstride.core.graph import BoolArray, FloatArray, IntArray
+
+
+class Purpose(IntEnum):
+    """What a random number is for: numbers of different purposes are independent."""
+
+    TOKEN = 0
+    """Which token stands at a position: shared by target and drafters."""
+    ACCEPT = 1
+    """Whether a rejection sampler keeps a drafted token."""
+    RESIDUAL = 2
+    """What a rejection sampler puts in place of a refused one."""
+    DRAFT = 3
+    """What a drafter draws on its own account, for rejection sampling."""
+    ORDER = 4
+    """Which position is unmasked next; keyed by the sequence's own step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Temperature, filters and the key of the noise."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    index: int = 0
+    purpose: Purpose = Purpose.TOKEN
+
+
+GREEDY = Draw()
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What changes a node's logits; it depends only on the node's path.
+
+    `scaled` tokens have positive logits divided and negative ones multiplied by `scale`; `added`
+    maps tokens to what is added (-inf forbids); `allowed` is a mask over the vocabulary.
+    """
+
+    scaled: tuple[int, ...] = ()
+    scale: float = 1.0
+    added: Mapping[int, float] | None = None
+    allowed: BoolArray | None = None
+
+    def apply(self, row: FloatArray) -> FloatArray:
+        """A changed copy of `row`."""
+        row = row.copy()
+        if self.scaled and self.scale != 1.0:
+            ids = np.asarray(self.scaled, dtype=np.int64)
+            part, factor = row[ids], np.float32(self.scale)
+            row[ids] = np.where(part > 0, part / factor, part * factor)
+        if self.added:
+            ids = np.fromiter(self.added.keys(), dtype=np.int64, count=len(self.added))
+            row[ids] += np.fromiter(self.added.values(), dtype=np.float32, count=len(self.added))
+        if self.allowed is not None:
+            row[~self.allowed[: len(row)]] = -np.inf
+        return row
+
+
+# --- bits -----------------------------------------------------------------------------------------
+
+_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_WORD = 0xFFFFFFFF
+
+
+def philox(
+    counters: IntArray, c1: int, c2: int, c3: int, key: int
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Philox-4x32-10 for the counters (counters[i], c1, c2, c3) under a 64-bit key."""
+    x0 = counters.astype(np.uint64) & _LOW
+    x1 = np.full_like(x0, c1 & _WORD)
+    x2 = np.full_like(x0, c2 & _WORD)
+    x3 = np.full_like(x0, c3 & _WORD)
+    k0, k1 = key & _WORD, (key >> 32) & _WORD
+    for _ in range(10):
+        p0, p1 = x0 * _M0, x2 * _M1
+        x0, x1, x2, x3 = (
+            (p1 >> _HALF) ^ x1 ^ np.uint64(k0),
+            p1 & _LOW,
+            (p0 >> _HALF) ^ x3 ^ np.uint64(k1),
+            p0 & _LOW,
+        )
+        k0, k1 = (k0 + _W0) & _WORD, (k1 + _W1) & _WORD
+    return tuple(x.astype(np.int64) for x in (x0, x1, x2, x3))  # type: ignore[return-value]
+
+
+def random_words(draw: Draw, position: int, tokens: IntArray) -> IntArray:
+    """One 32-bit word for each token id at a position: word id % 4 of the block id // 4."""
+    blocks, lanes = tokens >> 2, tokens & 3
+    if len(tokens) and len(tokens) == tokens[-1] + 1:  # the whole vocabulary: each block once
+        dense = np.arange((len(tokens) + 3) >> 2)
+        words = philox(dense, position, draw.index, int(draw.purpose), draw.seed)
+        return np.stack(words, axis=1).reshape(-1)[: len(tokens)]
+    words = philox(blocks, position, draw.index, int(draw.purpose), draw.seed)
+    return np.choose(lanes, words).astype(np.int64)
+
+
+_LOG = tuple(
+    np.float32(c)
+    for c in (
+        0.07149753719568253,
+        -0.115712009370327,
+        0.11661510914564133,
+        -0.12411050498485565,
+        0.14249937236309052,
+        -0.1666848063468933,
+        0.20000708103179932,
+        -0.24999989569187164,
+        0.3333333134651184,
+    )
+)
+_LN2 = np.float32(0.6931471805599453)
+_SQRT2 = np.float32(1.4142135)
+
+
+def _log1p_poly(f: FloatArray) -> FloatArray:
+    """log(1 + f) for f in [sqrt(1/2) - 1, sqrt(2) - 1]."""
+    p = np.full_like(f, _LOG[0])
+    for c in _LOG[1:]:
+        p = p * f
+        p = p + c
+    z = f * f
+    cubic = (f * z) * p
+    return (f - np.float32(0.5) * z) + cubic
+
+
+def log(x: FloatArray) -> FloatArray:
+    """Natural logarithm of positive normal float32 numbers, the same bits everywhere."""
+    bits = x.view(np.int32)
+    exponent = (bits >> 23) - 127
+    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).view(np.float32)
+    high = mantissa > _SQRT2
+    mantissa = np.where(high, mantissa * np.float32(0.5), mantissa)
+    exponent = exponent + high
+    return exponent.astype(np.float32) * _LN2 + _log1p_poly(mantissa - np.float32(1.0))
+
+
+_SCALE = np.float32(2.0**-32)
+_TOP = 3_037_000_500  # words from here on are uniforms above sqrt(1/2)
+
+
+def exponential(words: IntArray) -> FloatArray:
+    """-log of the uniform (word + 1/2) / 2**32, exact in relative terms at both ends."""
+    below = (words.astype(np.float32) + np.float32(0.5)) * _SCALE
+    below = np.minimum(below, np.float32(1.0))
+    gap = ((2**32 - words).astype(np.float32) - np.float32(0.5)) * _SCALE
+    near_one = -_log1p_poly(np.where(words >= _TOP, -gap, np.float32(0.0)))
+    return np.where(words >= _TOP, near_one, -log(below))
+
+
+def gumbel(draw: Draw, position: int, tokens: IntArray) -> FloatArray:
+    """The noise of each token id at a position."""
+    return -log(exponential(random_words(draw, position, tokens)))
+
+
+MAX_NOISE = np.float32(22.8739)
+"""No noise is larger: a token further than this below the leader cannot win."""
+
+
+def uniform(draw: Draw, position: int, what: int = 0) -> float:
+    """One number in (0, 1) for a position; `what` tells several apart."""
+    word = random_words(draw, position, np.asarray([what]))
+    return (float(word[0]) + 0.5) * 2.0**-32
+
+
+# --- the rule -------------------------------------------------------------------------------------
+
+
+def _descending(ids: IntArray, x: FloatArray) -> IntArray:
+    """Order by falling value, ties by rising id (ids come in rising)."""
+    return np.argsort(-x, kind="stable")
+
+
+def _largest(x: FloatArray, k: int) -> IntArray:
+    """Ids of the k largest values in falling order, ties by lowest id."""
+    if k < len(x):
+        ids = np.flatnonzero(x >= np.partition(x, len(x) - k)[len(x) - k])
+    else:
+        ids = np.arange(len(x))
+    return ids[_descending(ids, x[ids])][:k]
+
+
+def _nucleus(x: FloatArray, ids: IntArray | None, top_p: float) -> IntArray:
+    """The smallest set of most likely ids that holds `top_p` of the mass, in falling order."""
+    known = x if ids is None else x[ids]
+    weights = np.exp(known - known.max())
+    total = np.sum(weights, dtype=np.float64)
+    guess = 256 if ids is None else len(ids)
+    while True:
+        order = _largest(x, guess) if ids is None else ids
+        mass = np.cumsum(np.exp(x[order] - known.max()), dtype=np.float64)
+        if mass[-1] >= top_p * total or len(order) == len(x) or ids is not None:
+            return order[: int(np.searchsorted(mass, top_p * total)) + 1]
+        guess *= 8
+
+
+def admitted(row: FloatArray, draw: Draw) -> tuple[IntArray, FloatArray]:
+    """The ids that filters let through, in rising order, and their logits over temperature."""
+    x = row if draw.temperature == 1.0 else row / np.float32(draw.temperature)
+    ids: IntArray | None = None
+    if 0 < draw.top_k < len(x):
+        ids = _largest(x, draw.top_k)
+    if draw.top_p < 1.0:
+        ids = _nucleus(x, ids, draw.top_p)
+    if draw.min_p > 0.0:
+        bar = x.max() + np.float32(np.log(draw.min_p))
+        ids = np.flatnonzero(x >= bar) if ids is None else ids[x[ids] >= bar]
+    if ids is None:
+        ids = np.arange(len(x))
+        return ids, x
+    ids = np.sort(ids)
+    return ids, x[ids]
+
+
+def probabilities(row: FloatArray, draw: Draw) -> FloatArray:
+    """The distribution that sampling follows: one-hot at temperature 0."""
+    result = np.zeros(len(row), dtype=np.float32)
+    if draw.temperature == 0.0:
+        result[np.argmax(row)] = 1.0
+        return result
+    ids, x = admitted(row, draw)
+    weights = np.exp((x - x.max()).astype(np.float64))
+    result[ids] = weights / weights.sum()
+    return result
+
+
+def best(row: FloatArray, draw: Draw, position: int, k: int = 1) -> IntArray:
+    """The k tokens with the largest sums of logit and noise, best first.
+
+    The first is *the* token at this position; the others are its likeliest rivals (Gumbel top-k).
+    """
+    if draw.temperature == 0.0:
+        return np.asarray([np.argmax(row)]) if k == 1 else _largest(row, k)
+    ids, x = admitted(row, draw)
+    if len(ids) > 4 * k:  # a first bid: whoever cannot beat it even with the largest noise is out
+        leaders = np.sort(_largest(x, k))
+        bid = (x[leaders] + gumbel(draw, position, ids[leaders])).min()
+        able = x + MAX_NOISE >= bid
+        ids, x = ids[able], x[able]
+    sums = x + gumbel(draw, position, ids)
+    return ids[_descending(ids, sums)[:k]]
+
+
+def logprobs(row: FloatArray, tokens: Sequence[int], top: int) -> list[tuple[int, float]]:
+    """Log-probabilities of raw logits: the given tokens', then the `top` likeliest."""
+    shifted = row.astype(np.float64) - np.float64(row.max())
+    norm = np.log(np.sum(np.exp(shifted)))
+    ids = [int(t) for t in tokens] + ([int(t) for t in _largest(row, top)] if top else [])
+    return [(t, float(shifted[t] - norm)) for t in ids]
+
+
+def sample(weights: FloatArray, draw: Draw, position: int) -> int:
+    """A token drawn in proportion to weights, by the draw's own noise."""
+    ids = np.flatnonzero(weights)
+    sums = np.log(weights[ids].astype(np.float64)) + gumbel(draw, position, ids)
+    return int(ids[np.argmax(sums)])

@@ -1,0 +1,253 @@
+"""`Sequence`, the only mutable thing, and the read-only `View` of it that methods get."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from outstride.core.graph import FloatArray, Position, TokenGraph, TokenId, block, chain, empty
+from outstride.core.params import SamplingParams
+from outstride.core.proposal import TARGET
+
+if TYPE_CHECKING:
+    from outstride.core.contracts import Grammar, Method, Vision
+
+
+class Status(enum.Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Table:
+    """What one model has cached for one sequence: entries in slots, slots in pages.
+
+    positions[i] is the logical position of entry i. The last `stale` entries are reused although
+    they are stale: nothing shares them, and a node at such a position takes its place.
+    """
+
+    pages: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    stale: int = 0
+    shared: int = 0
+    """How many leading pages the prefix tree knows."""
+    ordered: bool = True
+    """Whether entry i stands at position i, as it does unless tokens were kept out of order."""
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def fresh(self) -> int:
+        """How many entries are valid for good."""
+        return len(self.positions) - self.stale
+
+    def unread(self, length: int, block: int | None) -> range | list[int]:
+        """Positions below `length` that lack their entries.
+
+        A model that sees in blocks reads whole blocks: the beginning of one belongs to whoever is
+        filling it.
+        """
+        end = length if block is None else length // block * block
+        if self.ordered:
+            return range(self.fresh, max(end, self.fresh))
+        kept = set(self.positions[: self.fresh])
+        return [position for position in range(end) if position not in kept]
+
+
+@dataclass(slots=True)
+class Counts:
+    """The ledger's line for one sequence."""
+
+    passes: int = 0
+    """Target passes that settled at least one token."""
+    prompt_passes: int = 0
+    """Target passes that only read given tokens."""
+    other_passes: int = 0
+    """Passes of other models."""
+    proposed: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    nodes: int = 0
+    reused: int = 0
+    """Prompt tokens found in the prefix tree."""
+    preempted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where a token came from."""
+
+    token: int
+    step: int
+    source: str
+    kind: str
+    """drafted, bonus or plain."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One continuation of one prompt. Only the engine changes it."""
+
+    id: int
+    request: int
+    tokens: list[int]
+    prompt_length: int
+    params: SamplingParams
+    seed: int
+    method: Method
+    limit: int
+    """The sequence never grows beyond this length."""
+    index: int = 0
+    salt: str = ""
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    error: Exception | None = None
+    tables: dict[str, Table] = field(default_factory=dict)
+    canvas: dict[int, int] = field(default_factory=dict)
+    state: Any = None
+    grammar: Grammar | None = None
+    group: list[Sequence] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+    trace: list[Provenance] = field(default_factory=list)
+    logprobs: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    """By position: the token's own first, then the likeliest."""
+    prompt_logprobs: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    """By position."""
+    steps: int = 0
+    unborn: int = 0
+    """Siblings that fork off as soon as the prompt is cached."""
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+
+class View:
+    """What a method may know of its sequence."""
+
+    __slots__ = ("_allotted", "_features", "_sequence", "_visions", "chunk", "limit")
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        visions: Mapping[str, Vision],
+        limit: int,
+        allotted: int = 0,
+        chunk: int = 256,
+        features: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._sequence = sequence
+        self._visions = visions
+        self._allotted = allotted
+        self._features = features or {}
+        self.limit = limit
+        """The sequence never grows beyond this length."""
+        self.chunk = chunk
+        """How many given nodes another model should read in one round, at the most."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output, settled without a gap. Do not change it."""
+        return self._sequence.tokens
+
+    @property
+    def prompt_length(self) -> int:
+        return self._sequence.prompt_length
+
+    @property
+    def end(self) -> Position:
+        """The first position that is not settled (ahead of it, `canvas` may hold some)."""
+        return Position(len(self._sequence.tokens))
+
+    @property
+    def canvas(self) -> Mapping[int, int]:
+        """Tokens settled out of order, beyond a gap."""
+        return self._sequence.canvas
+
+    @property
+    def params(self) -> SamplingParams:
+        return self._sequence.params
+
+    @property
+    def seed(self) -> int:
+        return self._sequence.seed
+
+    @property
+    def index(self) -> int:
+        """Which of the request's n samples this is."""
+        return self._sequence.index
+
+    @property
+    def salt(self) -> str:
+        return self._sequence.salt
+
+    @property
+    def state(self) -> Any:
+        """What `observe` (or `ahead`) returned last."""
+        return self._sequence.state
+
+    @property
+    def steps(self) -> int:
+        """How many steps this sequence has taken: its own clock, whatever the company."""
+        return self._sequence.steps
+
+    @property
+    def siblings(self) -> Iterator[View]:
+        """The other samples of the same request."""
+        for other in self._sequence.group:
+            if other is not self._sequence:
+                yield View(other, self._visions, self.limit)
+
+    def kept(self, model: str = TARGET) -> list[int]:
+        """Positions whose cache entries a model has, in the order of their slots."""
+        table = self._sequence.tables.get(model)
+        return list(table.positions) if table else []
+
+    def pending(self, model: str = TARGET) -> int:
+        """How many settled tokens a model has not read."""
+        return len(self._unread(model))
+
+    def _unread(self, model: str) -> range | list[int]:
+        table = self._sequence.tables.get(model) or Table()
+        return table.unread(len(self.tokens), self._visions[model].block)
+
+    @property
+    def reading(self) -> bool:
+        """Whether this step's share of the pass does not reach the end of what is settled."""
+        return self._allotted < self.pending()
+
+    def given(self, model: str = TARGET, most: int | None = None) -> TokenGraph:
+        """Settled tokens that a model has not read, as a graph: at most `most` of them.
+
+        For the target this is what the plan allotted. They are a chain for causal models and blocks
+        for the others.
+        """
+        if most is None:
+            most = self._allotted if model == TARGET else len(self.tokens)
+        unread, size = self._unread(model)[:most], self._visions[model].block
+        if size is None:
+            return chain([self.tokens[p] for p in unread], positions=unread)
+        graph = empty()
+        for start in range(0, len(unread), size):
+            places = unread[start : start + size]
+            graph = graph.grow(block([self.tokens[p] for p in places], positions=places))
+        return graph
+
+    def feature(self, position: int, model: str = TARGET) -> FloatArray:
+        """What the model's pages hold for trained drafters at a kept position."""
+        read = self._features[model]
+        found: FloatArray = read(self._sequence.tables[model], position)
+        return found
+
+    def token_at(self, position: int) -> TokenId | None:
+        """The settled token at a position, if it is settled."""
+        if 0 <= position < len(self.tokens):
+            return TokenId(self.tokens[position])
+        token = self.canvas.get(position)
+        return None if token is None else TokenId(token)

@@ -1,0 +1,24 @@
+"""No guess at all: one token per pass, the text that every exact method must return."""
+
+from __future__ import annotations
+
+from outstride.core.contracts import Drafter, Rounds
+from outstride.core.proposal import Proposal
+from outstride.core.sequence import View
+from outstride.registry import method
+
+
+@method("plain", family="baseline")
+class Plain(Drafter):
+    """One token per pass, nothing guessed.
+
+    Paper: none; this is ordinary autoregressive decoding
+    Exactness: exact by definition
+    Needs: nothing
+    Cost per step: one node
+    """
+
+    def propose(self, view: View, room: int) -> Rounds:
+        yield from ()
+        given = view.given()
+        return Proposal(given, given=len(given))

@@ -1,0 +1,1 @@
+"""The loop, the scheduler, stopping rules and the ledger."""

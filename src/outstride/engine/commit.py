@@ -1,0 +1,112 @@
+"""Commit: the only place where verdicts change sequences and caches, the target's or a drafter's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from outstride.cache.pool import Moves
+from outstride.core.contracts import agreeing
+from outstride.core.graph import NodeId
+from outstride.core.proposal import TARGET, Scores, Verdict
+from outstride.core.sampling import logprobs
+from outstride.core.sequence import Sequence, Status
+from outstride.engine.ledger import Ledger, StepReport
+from outstride.engine.passes import Passes, Turn
+from outstride.engine.roster import Roster
+
+
+class Commit:
+    """Settles tokens, keeps entries, brings forks to life, ends what is over."""
+
+    def __init__(self, passes: Passes, roster: Roster, ledger: Ledger) -> None:
+        self._passes = passes
+        self._roster = roster
+        self._ledger = ledger
+
+    def __call__(
+        self, verdicts: Mapping[Turn, Verdict], scores: Mapping[Turn, Scores]
+    ) -> StepReport:
+        report = StepReport()
+        moves: dict[str, Moves] = {name: Moves() for name in self._passes.models}
+        for turn, verdict in verdicts.items():
+            sequence, score = turn.sequence, scores[turn]
+            sequence.steps += 1
+            emitted, reason = self._settle(sequence, verdict)
+            self._note_logprobs(turn, verdict, score, len(emitted))
+            self._ledger.count(sequence, turn.proposal, verdict, emitted)
+            self._keep(turn, verdict, moves)
+            self._observe(turn, score, verdict)
+            if sequence.status is not Status.RUNNING:
+                continue
+            self._fork(turn, verdict)
+            if reason is not None:
+                self._roster.end(sequence, reason, emitted)
+            elif emitted:
+                report.progress.append(self._roster.progress(sequence, emitted))
+        for name, needed in moves.items():
+            self._passes.move(name, needed)
+        report.progress += self._roster.farewells()
+        return report
+
+    def _settle(self, sequence: Sequence, verdict: Verdict) -> tuple[list[int], str | None]:
+        """Enters settled tokens; those without a gap before them are emitted, up to a stop rule."""
+        sequence.canvas.update({int(p): int(t) for p, t in verdict.settled.items()})
+        emitted = []
+        while (token := sequence.canvas.pop(len(sequence.tokens), None)) is not None:
+            emitted.append(token)
+            if reason := self._roster.append(sequence, token):
+                sequence.canvas.clear()
+                return emitted, reason
+        return emitted, None
+
+    def _keep(self, turn: Turn, verdict: Verdict, moves: Mapping[str, Moves]) -> None:
+        """Keeps the entries that hold: by verdict for the target, by agreement for the others."""
+        sequence = turn.sequence
+        for name, ran in turn.ran.items():
+            table, pool = sequence.tables[name], self._passes.pools[name]
+            if name == TARGET:
+                # A stop rule may have cut the accepted run: what lies beyond is nobody's.
+                settled = (*range(len(sequence.tokens)), *sequence.canvas)
+                keep = [n for n in verdict.keep if int(ran.graph.positions[n]) in settled]
+                reuse = verdict.reuse
+            else:
+                keep = [NodeId(n) for n in agreeing(ran.graph, ran.given, sequence.tokens)]
+                reuse = ()
+            moves[name].add(pool.commit(table, ran.graph.positions, keep, reuse))
+            pool.publish(table, sequence.tokens, sequence.salt)
+
+    def _observe(self, turn: Turn, scores: Scores, verdict: Verdict) -> None:
+        sequence = turn.sequence
+        if not turn.reading:
+            observe = sequence.method.drafter.observe
+            sequence.state = self._roster.guard(
+                sequence, observe, turn.view, turn.proposal, scores, verdict
+            )
+
+    def _fork(self, turn: Turn, verdict: Verdict) -> None:
+        """At the end of the prompt for a request's n samples, else where the verdict says."""
+        sequence, graph = turn.sequence, turn.proposal.graph
+        if sequence.unborn and not turn.reading:
+            self._roster.fork(sequence, sequence.prompt_length, sequence.unborn)
+            sequence.unborn = 0
+        for node, count in verdict.forks.items():
+            self._roster.fork(sequence, int(graph.positions[node]) + 1, count)
+
+    def _note_logprobs(self, turn: Turn, verdict: Verdict, scores: Scores, emitted: int) -> None:
+        """Files the log-probabilities of prompt tokens and of what was emitted."""
+        if not scores.logprobs:
+            return
+        sequence, proposal = turn.sequence, turn.proposal
+        params, start = sequence.params, len(sequence.tokens) - emitted
+        trusted = set(verdict.keep) if proposal.offset else set(scores.nodes.tolist())
+        for i, (node, row) in enumerate(zip(scores.nodes.tolist(), scores.logprobs, strict=True)):
+            position = int(proposal.graph.positions[node]) + proposal.offset
+            if position < sequence.prompt_length:
+                sequence.prompt_logprobs[position] = row[: (params.prompt_logprobs or 0) + 1]
+            elif node in trusted and start <= position < len(sequence.tokens):
+                if params.logprobs is None:
+                    continue
+                token = sequence.tokens[position]
+                if row[0][0] != token and scores.logits is not None:  # not the target's own draw
+                    row = tuple(logprobs(scores.logits[i], [token], params.logprobs))
+                sequence.logprobs[position] = row[: params.logprobs + 1]

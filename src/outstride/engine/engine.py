@@ -1,0 +1,114 @@
+"""The loop: plan, propose, forward, accept, commit.
+
+Chat, server, bench and tests call `Engine.step`; none of them has a loop of its own. Nothing here
+knows a method or a phase: a prompt is a run of given tokens, a draft is nodes behind them, and what
+a pass was worth is what its verdict settles and keeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+
+from outstride.core.contracts import Demand, Grammar, Method, Model
+from outstride.core.graph import NodeId
+from outstride.core.params import SamplingParams
+from outstride.core.proposal import TARGET, Scores, Verdict
+from outstride.core.sequence import Sequence, Status
+from outstride.engine.commit import Commit
+from outstride.engine.drafting import Drafting
+from outstride.engine.ledger import Ledger, StepReport
+from outstride.engine.passes import Passes, Turn
+from outstride.engine.roster import Roster
+from outstride.engine.scheduler import Limits, Scheduler
+from outstride.engine.stopping import Decode
+
+
+class Engine:
+    """One target, any number of other models, one batch of sequences with a method each."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Model],
+        *,
+        limits: Limits | None = None,
+        end_tokens: Collection[int] = (),
+        decode: Decode | None = None,
+    ) -> None:
+        limits = limits or Limits()
+        self.ledger = Ledger()
+        self.passes = Passes(models, end_tokens)
+        self.scheduler = Scheduler(self.passes.pools, self.passes.visions, limits)
+        self.roster = Roster(self.passes, self.scheduler, end_tokens, decode)
+        self.drafting = Drafting(self.passes, self.roster, self.ledger, limits.nodes)
+        self.commit = Commit(self.passes, self.roster, self.ledger)
+
+    def step(self) -> StepReport:
+        """One pass of the target over everybody's proposals."""
+        start, clock = time.perf_counter(), self.ledger.clock
+        with clock("plan"):
+            plan = self.scheduler.plan(self._demand)
+            self.passes.move(TARGET, plan.moves)
+        with clock("propose"):
+            turns = self.drafting.propose(plan)
+        with clock("forward"):
+            pending = self.passes.forward(TARGET, {turn: turn.proposal for turn in turns})
+        with clock("propose"):
+            self.drafting.ahead(turns)
+        with clock("forward"):
+            scores = dict(zip(turns, pending.wait(), strict=True))
+        with clock("accept"):
+            verdicts = self._accept(scores)
+        with clock("commit"):
+            report = self.commit(verdicts, scores)
+        seconds = time.perf_counter() - start
+        return self.ledger.record(report, [turn.proposal for turn in turns], seconds)
+
+    def _demand(self, sequence: Sequence) -> Demand:
+        view = self.passes.view(sequence, self.scheduler.limits.nodes)
+        return self.roster.guard(sequence, sequence.method.drafter.demand, view) or Demand()
+
+    def _accept(self, scores: Mapping[Turn, Scores]) -> dict[Turn, Verdict]:
+        """Each acceptor's verdict; a share that only reads has nothing to judge."""
+        verdicts = {}
+        for turn, score in scores.items():
+            if turn.sequence.status is not Status.RUNNING:
+                continue
+            if turn.reading:
+                verdicts[turn] = Verdict(keep=tuple(map(NodeId, range(turn.proposal.given))))
+                continue
+            acceptor = turn.sequence.method.acceptor
+            found = self.roster.guard(
+                turn.sequence, acceptor.accept, turn.view, turn.proposal, score
+            )
+            if found is not None:
+                verdicts[turn] = found
+        return verdicts
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        method: Method,
+        *,
+        salt: str = "",
+        grammar: Grammar | None = None,
+    ) -> Sequence:
+        """Takes a request in; its n samples fork off once the prompt is read."""
+        return self.roster.submit(tokens, params, method, salt, grammar)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends a sequence at once; what it said so far stays."""
+        self.roster.end(sequence, "cancelled")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do or report anything."""
+        return bool(self.scheduler.running or self.scheduler.waiting or self.roster.ended)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every pool agrees with every table."""
+        for name, pool in self.passes.pools.items():
+            pool.check_integrity(s.tables[name] for s in self.scheduler if name in s.tables)

@@ -1,0 +1,125 @@
+"""Passes: the models, their pages, and how a proposal becomes work for one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from outstride.cache.pool import Moves, PagePool
+from outstride.core.contracts import Done, Exactness, Model, Pending, Vision, Work
+from outstride.core.graph import TokenGraph
+from outstride.core.proposal import TARGET, Proposal, Wants
+from outstride.core.sequence import Sequence, View
+from outstride.engine.rules import attach
+from outstride.engine.scheduler import Share
+from outstride.errors import MethodFailed
+
+
+@dataclass(slots=True)
+class Ran:
+    """What a model computed for a sequence in this step so far."""
+
+    graph: TokenGraph
+    given: int
+    layers: tuple[int, int] | None
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """One sequence's part in one step."""
+
+    share: Share
+    view: View
+    proposal: Proposal
+    reading: bool
+    """Whether this share of the pass does not reach the end of what is settled."""
+    ran: dict[str, Ran] = field(default_factory=dict)
+
+    @property
+    def sequence(self) -> Sequence:
+        return self.share.sequence
+
+
+class Passes:
+    """Models by name, each with a pool of pages."""
+
+    def __init__(self, models: Mapping[str, Model], end_tokens: Collection[int]) -> None:
+        self.models: dict[str, Model] = {}
+        self.pools: dict[str, PagePool] = {}
+        self.visions: dict[str, Vision] = {}
+        self._end_tokens = frozenset(end_tokens)
+        for name, model in models.items():
+            self.add(name, model)
+
+    def add(self, name: str, model: Model) -> None:
+        self.models[name] = model
+        self.pools[name] = PagePool(model.pages, model.page_size, model.vision.block)
+        self.visions[name] = model.vision
+
+    def view(self, sequence: Sequence, chunk: int, allotted: int = 0) -> View:
+        """What a method may know of its sequence in this step."""
+        for name in sequence.method.drafter.models:
+            if name not in sequence.tables and sequence.tables:
+                sequence.tables[name] = self.pools[name].open(sequence.tokens, sequence.salt)
+        readers = {name: model.feature for name, model in self.models.items()}
+        return View(sequence, self.visions, sequence.limit, allotted, chunk, readers)
+
+    def reserve(self, turn: Turn, proposal: Proposal) -> bool:
+        """Pages for a round of another model; the target's own were reserved by the plan."""
+        name, sequence = proposal.model, turn.sequence
+        if name == TARGET:
+            if len(proposal.graph) > turn.share.given + turn.share.room:
+                raise MethodFailed("a proposal larger than its share")
+            return True
+        if name not in sequence.tables:
+            raise MethodFailed(f"a drafter asked {name!r}, which is not among its models")
+        moves = self.pools[name].reserve(sequence.tables[name], len(proposal.graph))
+        self.move(name, moves or Moves())
+        return moves is not None
+
+    def prepare(self, turn: Turn, proposal: Proposal, *, draft: bool = False) -> Proposal:
+        """The proposal with the request's rules, wanting also what the request wants to know."""
+        ran = turn.ran.get(proposal.model)
+        if ran is not None and not proposal.graph.starts_with(ran.graph):
+            raise MethodFailed("a later round must extend the graph of the earlier one")
+        params, reading = turn.sequence.params, turn.reading
+        if not draft:
+            wants = proposal.wants
+            if params.logprobs is not None:
+                loose = turn.sequence.method.exactness is not Exactness.EXACT
+                wants = replace(wants, logprobs=params.logprobs, logits=wants.logits or loose)
+            if reading:
+                wants = replace(wants, nodes=())
+            if params.prompt_logprobs is not None:
+                wants = self._with_prompt(turn.sequence, proposal, wants, reading)
+            proposal = proposal.asking(wants)
+        return attach(turn.sequence, proposal, self._end_tokens)
+
+    def _with_prompt(
+        self, sequence: Sequence, proposal: Proposal, wants: Wants, reading: bool
+    ) -> Wants:
+        """Wants the log-probabilities of the prompt tokens that follow given nodes, too."""
+        of = {}
+        for node in range(proposal.given):
+            behind = int(proposal.graph.positions[node]) + 1
+            if behind < sequence.prompt_length:
+                of[node] = sequence.tokens[behind]
+        nodes = sorted({*of, *(() if reading else map(int, proposal.wanted))})
+        top = max(sequence.params.prompt_logprobs or 0, sequence.params.logprobs or 0)
+        return replace(wants, nodes=tuple(nodes), of=of, logprobs=top)
+
+    def forward(self, name: str, proposals: Mapping[Turn, Proposal]) -> Pending:
+        """One pass of a model. Nodes that an earlier round of this step computed are not repeated."""
+        pool, work = self.pools[name], []
+        for turn, proposal in proposals.items():
+            table, first = turn.sequence.tables[name], 0
+            if (ran := turn.ran.get(name)) is not None and ran.layers == proposal.layers:
+                first = len(ran.graph)
+            turn.ran[name] = Ran(proposal.graph, proposal.given, proposal.layers)
+            work.append(Work(proposal, table, pool.slots(table, len(proposal.graph)), first))
+        return self.models[name].forward(work) if work else Done()
+
+    def move(self, name: str, moves: Moves) -> None:
+        """Copies cache entries of a model."""
+        if moves:
+            self.models[name].move(*moves.arrays())

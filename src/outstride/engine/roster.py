@@ -1,0 +1,182 @@
+"""Who is here: sequences from their request to their end, with the stop rules of each."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Collection, Sequence as Seq
+from typing import ParamSpec, TypeVar
+
+from outstride.core.contracts import Grammar, Method
+from outstride.core.params import SamplingParams
+from outstride.core.proposal import TARGET
+from outstride.core.sequence import Sequence, Status
+from outstride.engine.ledger import Progress
+from outstride.engine.passes import Passes
+from outstride.engine.scheduler import Scheduler
+from outstride.engine.stopping import Decode, Stopper, Text
+from outstride.errors import (
+    InvalidPrompt,
+    MethodFailed,
+    OutOfMemory,
+    OutstrideError,
+    UnknownMethod,
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Roster:
+    """Takes requests in, forks sequences, ends them, and reports what each has to show."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        scheduler: Scheduler,
+        end_tokens: Collection[int],
+        decode: Decode | None,
+    ) -> None:
+        self._passes = passes
+        self._scheduler = scheduler
+        self._end_tokens = frozenset(end_tokens)
+        self._decode = decode
+        self._ids = itertools.count()
+        self._stoppers: dict[int, Stopper] = {}
+        self.ended: list[tuple[Sequence, list[int]]] = []
+
+    # --- beginnings -------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        method: Method,
+        salt: str,
+        grammar: Grammar | None,
+    ) -> Sequence:
+        """Takes a request in, or says why it cannot be served."""
+        model, pool = self._passes.models[TARGET], self._passes.pools[TARGET]
+        if missing := set(method.drafter.models) - set(self._passes.models):
+            raise UnknownMethod(f"method {method.name} asks a model that is not loaded: {missing}")
+        if not tokens:
+            raise InvalidPrompt("the prompt is empty")
+        if bad := [t for t in tokens if not 0 <= t < model.vocab_size]:
+            raise InvalidPrompt(
+                f"token id {bad[0]} is outside the vocabulary of {model.vocab_size}"
+            )
+        if len(tokens) >= model.context:
+            raise InvalidPrompt(
+                f"the prompt has {len(tokens)} tokens; the model's context holds {model.context}, "
+                "answer included"
+            )
+        limit = min(model.context, len(tokens) + params.max_tokens)
+        if limit > pool.capacity:
+            raise OutOfMemory(
+                f"prompt and answer may need {limit} cache entries; there are {pool.capacity} in all"
+                " (ask for fewer tokens, or give the engine more pages)"
+            )
+        number = next(self._ids)
+        sequence = Sequence(
+            id=number,
+            request=number,
+            tokens=list(tokens),
+            prompt_length=len(tokens),
+            params=params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            method=method,
+            limit=limit,
+            salt=salt,
+            grammar=grammar,
+            unborn=params.n - 1,
+        )
+        sequence.group.append(sequence)
+        self._equip(sequence)
+        self._scheduler.add(sequence)
+        return sequence
+
+    def fork(self, parent: Sequence, length: int, count: int) -> None:
+        """Sequences that share a parent's first `length` tokens and read the last of them anew."""
+        for _ in range(count):
+            child = Sequence(
+                id=next(self._ids),
+                request=parent.request,
+                tokens=parent.tokens[:length],
+                prompt_length=parent.prompt_length,
+                params=parent.params,
+                seed=parent.seed,
+                method=parent.method,
+                limit=parent.limit,
+                index=len(parent.group),
+                salt=parent.salt,
+                grammar=parent.grammar,
+                group=parent.group,
+                prompt_logprobs=parent.prompt_logprobs,
+            )
+            parent.group.append(child)
+            stopper = self._equip(child)
+            for i, token in enumerate(child.output, start=child.prompt_length + 1):
+                stopper.push(token, i)
+            table = parent.tables[TARGET]
+            child.tables[TARGET] = self._passes.pools[TARGET].fork(table, length - 1)
+            self._scheduler.adopt(child)
+
+    def _equip(self, sequence: Sequence) -> Stopper:
+        params = sequence.params
+        text = Text(self._decode, tuple(params.stop)) if self._decode else None
+        stopper = Stopper(params, self._end_tokens, sequence.prompt_length, sequence.limit, text)
+        self._stoppers[sequence.id] = stopper
+        return stopper
+
+    # --- growth and endings -----------------------------------------------------------------------
+
+    def append(self, sequence: Sequence, token: int) -> str | None:
+        """Enters the next token; the reason why the sequence ends with it, if it does."""
+        sequence.tokens.append(token)
+        return self._stoppers[sequence.id].push(token, len(sequence.tokens))
+
+    def end(self, sequence: Sequence, reason: str, emitted: Seq[int] = ()) -> None:
+        """Ends a sequence and frees what it held."""
+        if sequence.status is Status.FINISHED:
+            return
+        sequence.finish_reason = reason
+        self._scheduler.remove(sequence)
+        text = self._stoppers[sequence.id].text
+        if text is not None:
+            text.finish()
+        self.ended.append((sequence, list(emitted)))
+
+    def fail(self, sequence: Sequence, error: Exception) -> None:
+        """One request's method went wrong: that request ends, and nobody else's."""
+        if not isinstance(error, OutstrideError):
+            name = sequence.method.spec or sequence.method.name
+            wrapped = MethodFailed(f"method {name} failed: {error!r}")
+            wrapped.__cause__ = error
+            error = wrapped
+        sequence.error = error
+        self.end(sequence, "error")
+
+    def guard(
+        self, sequence: Sequence, call: Callable[P, T], *args: P.args, **kw: P.kwargs
+    ) -> T | None:
+        """What a call into a method returns, or None if it raised and its sequence ended."""
+        try:
+            return call(*args, **kw)
+        except Exception as error:
+            self.fail(sequence, error)
+            return None
+
+    def progress(self, sequence: Sequence, emitted: list[int]) -> Progress:
+        """What a sequence has to show since it was last asked."""
+        text, finished = "", sequence.status is Status.FINISHED
+        stopper = self._stoppers[sequence.id]
+        if stopper.text is not None:
+            text = stopper.text.ready(final=finished)
+        if finished:
+            del self._stoppers[sequence.id]
+        return Progress(sequence, emitted, text, finished)
+
+    def farewells(self) -> list[Progress]:
+        """The last word of everybody who ended since this was last asked."""
+        ended, self.ended = self.ended, []
+        return [self.progress(sequence, emitted) for sequence, emitted in ended]

@@ -1,0 +1,211 @@
+"""Who moves in the next pass, and how many nodes each may spend.
+
+There are no phases. A sequence has settled tokens that the model has not read (`pending`); one that
+is being generated has one of them, a fresh prompt has many. Each step hands out a budget of nodes:
+
+1. everybody who has one token pending gets its node, and what its method needs at the least;
+2. prompts take from what is left, oldest first, in chunks: a long one never holds up the others;
+3. drafts share the rest, best expected gain per node first.
+
+When pages run out, drafts go first, then the youngest sequence is preempted: it keeps its tokens,
+loses its entries and is read again later, which changes nothing of what it will say.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from outstride.cache.pool import Moves, PagePool
+from outstride.core.contracts import Demand, Vision
+from outstride.core.proposal import TARGET
+from outstride.core.sequence import Sequence, Status, Table
+
+
+@dataclass(slots=True)
+class Share:
+    """One sequence's part in a pass: how many given nodes, and room for how many others."""
+
+    sequence: Sequence
+    given: int
+    room: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """The shares of a pass, and the copies to make before it."""
+
+    shares: list[Share] = field(default_factory=list)
+    moves: Moves = field(default_factory=Moves)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much one pass may take on."""
+
+    nodes: int = 256
+    sequences: int = 64
+
+
+class Scheduler:
+    """Continuous batching over one pool of the target's pages."""
+
+    def __init__(
+        self, pools: Mapping[str, PagePool], visions: Mapping[str, Vision], limits: Limits
+    ) -> None:
+        self._pools = pools
+        self._pool = pools[TARGET]
+        self._block = visions[TARGET].block
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._served: dict[int, int] = {}
+        self._clock = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.waiting
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forgets a sequence that ended and frees what it held."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._served.pop(sequence.id, None)
+        self._release(sequence)
+        sequence.status = Status.FINISHED
+
+    def _release(self, sequence: Sequence) -> None:
+        for model, table in sequence.tables.items():
+            self._pools[model].close(table)
+        sequence.tables.clear()
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Takes in a fork that already has a table."""
+        sequence.status = Status.RUNNING
+        self.running.append(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence's pages away; it goes on later, ahead of newer ones."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.status = Status.WAITING
+        sequence.counts.preempted += 1
+        place = sum(other.id < sequence.id for other in self.waiting)
+        self.waiting.insert(place, sequence)
+
+    # --- the plan ---------------------------------------------------------------------------------
+
+    def plan(self, demand_of: Callable[[Sequence], Demand]) -> Plan:
+        """Shares out the next pass."""
+        self._clock += 1
+        plan, budget = Plan(), self.limits.nodes
+        order = sorted(self.running, key=lambda s: (self._served.get(s.id, 0), s.id))
+        order.sort(key=lambda s: self._pending(s) > 1)  # stable: readers come last
+        preempted = False
+        for sequence in order:
+            if sequence.status is not Status.RUNNING:
+                preempted = True
+                continue
+            share = self._least(sequence, demand_of(sequence), budget, plan)
+            if share is None:
+                continue
+            if not self._reserve(share, plan):
+                preempted = True
+                continue
+            budget -= share.given + share.room
+            plan.shares.append(share)
+        if not preempted:
+            budget = self._admit(plan, demand_of, budget)
+        self._widen(plan, demand_of, budget)
+        for share in plan.shares:
+            self._served[share.sequence.id] = self._clock
+        return plan
+
+    def _pending(self, sequence: Sequence) -> int:
+        return len(sequence.tables[TARGET].unread(len(sequence.tokens), self._block))
+
+    def _least(self, sequence: Sequence, demand: Demand, budget: int, plan: Plan) -> Share | None:
+        """The smallest useful share, or None if this pass has no place for it."""
+        pending = self._pending(sequence)
+        chunk = self._chunk(pending, budget if plan.shares else max(budget, 1))
+        least = demand.least if chunk == pending else 0
+        if chunk + least > budget and plan.shares:
+            return None
+        if chunk == 0 and least == 0:
+            return None
+        return Share(sequence, chunk, least)
+
+    def _chunk(self, pending: int, budget: int) -> int:
+        """How much of what is pending fits, ending where the model may be cut."""
+        if pending <= budget or self._block is None:
+            return min(pending, budget)
+        return max(1, budget // self._block) * self._block
+
+    def _reserve(self, share: Share, plan: Plan) -> bool:
+        """Pages for a share, by preempting younger sequences if need be."""
+        planned = {s.sequence.id for s in plan.shares}
+        while True:
+            table = share.sequence.tables[TARGET]
+            moves = self._pool.reserve(table, share.given + share.room)
+            if moves is not None:
+                plan.moves.add(moves)
+                return True
+            victims = [s for s in self.running if s.id not in planned]
+            victim = max(victims, key=lambda s: s.id)
+            self.preempt(victim)
+            if victim is share.sequence:
+                return False
+
+    def _admit(self, plan: Plan, demand_of: Callable[[Sequence], Demand], budget: int) -> int:
+        """Takes in waiting sequences while nodes and pages last."""
+        while self.waiting and len(self.running) < self.limits.sequences and budget > 0:
+            sequence = self.waiting[0]
+            reuse = sequence.params.prompt_logprobs is None or len(sequence.output) > 0
+            table = self._pool.open(sequence.tokens, sequence.salt, reuse=reuse)
+            unread = len(sequence.tokens) - len(table)
+            if self._pool.pages_for(unread) + 1 > self._pool.available and self.running:
+                self._pool.close(table)
+                break
+            sequence.tables = {TARGET: table}
+            share = self._least(sequence, demand_of(sequence), budget, plan)
+            moves = self._pool.reserve(table, share.given + share.room) if share else None
+            if share is None or moves is None:
+                self._pool.close(table)
+                sequence.tables = {}
+                break
+            plan.moves.add(moves)
+            sequence.counts.reused += len(table) if sequence.counts.preempted == 0 else 0
+            self.waiting.popleft()
+            sequence.status = Status.RUNNING
+            self.running.append(sequence)
+            budget -= share.given + share.room
+            plan.shares.append(share)
+        return budget
+
+    def _widen(self, plan: Plan, demand_of: Callable[[Sequence], Demand], budget: int) -> None:
+        """Gives drafts what is left."""
+        wishes = []
+        for share in plan.shares:
+            demand = demand_of(share.sequence)
+            extra = demand.most - share.room
+            if share.given == self._pending(share.sequence) and extra > 0:
+                wishes.append((demand.gain / demand.most, share, extra))
+        wishes.sort(key=lambda wish: (-wish[0], wish[1].sequence.id))
+        for place, (_, share, extra) in enumerate(wishes):
+            fair = max(1, budget // (len(wishes) - place)) if budget > 0 else 0
+            extra = min(extra, fair)
+            while extra > 0:
+                table: Table = share.sequence.tables[TARGET]
+                moves = self._pool.reserve(table, share.given + share.room + extra)
+                if moves is not None:
+                    plan.moves.add(moves)
+                    share.room += extra
+                    budget -= extra
+                    break
+                extra //= 2

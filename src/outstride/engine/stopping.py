@@ -1,0 +1,93 @@
+"""When an answer ends: tokens one by one, whatever number of them a pass settled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence as Seq
+from dataclasses import dataclass, field
+
+from outstride.core.params import SamplingParams
+
+Decode = Callable[[Seq[int]], str]
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(slots=True)
+class Text:
+    """The text of an output, decoded as tokens arrive.
+
+    A token may end in the middle of a character, and a tokenizer may join a token with its
+    neighbours; so a short window is decoded again with each token and only its growth is taken.
+    """
+
+    decode: Decode
+    stop: tuple[str, ...] = ()
+    text: str = ""
+    sent: int = 0
+    _tokens: list[int] = field(default_factory=list)
+    _start: int = 0
+    _read: int = 0
+    _window: str = ""
+
+    def append(self, token: int) -> None:
+        self._tokens.append(token)
+        text = self.decode(self._tokens[self._start :])
+        if len(text) > len(self._window) and not text.endswith(_UNFINISHED):
+            self.text += text[len(self._window) :]
+            self._start, self._read = self._read, len(self._tokens)
+            self._window = self.decode(self._tokens[self._start : self._read])
+
+    def finish(self) -> None:
+        """No more tokens: whatever is incomplete is shown as it is."""
+        rest = self.decode(self._tokens[self._start :])
+        self.text += rest[len(self._window) :]
+        self._window = rest
+
+    def find_stop(self, since: int) -> int | None:
+        """Where the first stop string begins, if one was completed after `since` characters."""
+        found = [
+            at for s in self.stop if (at := self.text.find(s, max(0, since - len(s) + 1))) >= 0
+        ]
+        return min(found) if found else None
+
+    def cut(self, end: int) -> None:
+        """The text ends here."""
+        self.text = self.text[:end]
+        self._start, self._window = len(self._tokens), ""
+
+    def ready(self, *, final: bool) -> str:
+        """Text not handed out yet; the possible beginning of a stop string is held back."""
+        hold = 0
+        if not final:
+            for s in self.stop:
+                for size in range(min(len(s) - 1, len(self.text)), hold, -1):
+                    if self.text.endswith(s[:size]):
+                        hold = size
+                        break
+        end = max(self.sent, len(self.text) - hold)
+        fresh, self.sent = self.text[self.sent : end], end
+        return fresh
+
+
+@dataclass(slots=True)
+class Stopper:
+    """The stop rules of one sequence."""
+
+    params: SamplingParams
+    end_tokens: Collection[int]
+    prompt_length: int
+    limit: int
+    text: Text | None
+
+    def push(self, token: int, length: int) -> str | None:
+        """Takes a token that makes the sequence `length` long; says why it ends, if it ends."""
+        free = length - self.prompt_length >= self.params.min_tokens
+        ends = token in self.end_tokens and not self.params.ignore_eos
+        if free and (ends or token in self.params.stop_token_ids):
+            return "stop"
+        if self.text is not None:
+            before = len(self.text.text)
+            self.text.append(token)
+            if free and (at := self.text.find_stop(before)) is not None:
+                self.text.cut(at)
+                return "stop"
+        return "length" if length >= self.limit else None

@@ -1,0 +1,412 @@
+"""The Python surface: `LLM` for scripts, `AsyncLLM` for programs that await."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from outstride import registry
+from outstride.core.contracts import Method
+from outstride.core.params import SamplingParams
+from outstride.core.proposal import TARGET
+from outstride.core.sequence import Sequence
+from outstride.engine.engine import Engine
+from outstride.engine.runner import Event, Runner, Ticket
+from outstride.engine.scheduler import Limits
+from outstride.errors import InvalidParams, InvalidPrompt, RequestError, VocabularyMismatch
+from outstride.models.load import Loaded, load
+from outstride.results import Chunk, Completion, Result, completion_of, prompt_logprobs_of
+
+Message: TypeAlias = Mapping[str, Any]
+Prompt: TypeAlias = str | Seq[int] | Seq[Message]
+"""Raw text, token ids, or the messages of a conversation."""
+
+
+def _is_messages(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _is_one(prompts: Any) -> bool:
+    """Whether this is one prompt rather than a list of them."""
+    if isinstance(prompts, str) or _is_messages(prompts):
+        return True
+    return bool(len(prompts)) and all(isinstance(t, int) for t in prompts)
+
+
+@dataclass(slots=True)
+class _Collector:
+    """Turns the events of one request into chunks and a result."""
+
+    prompt: list[int]
+    trace: bool
+    started: float = field(default_factory=time.perf_counter)
+    texts: dict[int, str] = field(default_factory=dict)
+    seen: dict[int, int] = field(default_factory=dict)
+    firsts: dict[int, float] = field(default_factory=dict)
+    outputs: dict[int, Completion] = field(default_factory=dict)
+    leader: Sequence | None = None
+    error: Exception | None = None
+
+    def take(self, event: Event) -> Chunk | None:
+        if event.error is not None:
+            self.error = event.error
+        if event.progress is None:
+            return None
+        sequence, now = event.progress.sequence, time.perf_counter()
+        index = sequence.index
+        if index == 0:
+            self.leader = sequence
+        if sequence.error is not None:
+            self.error = sequence.error
+        self.texts[index] = self.texts.get(index, "") + event.progress.text
+        self.firsts.setdefault(index, now - self.started)
+        trace = None
+        if self.trace:
+            done = self.seen.get(index, 0)
+            trace = sequence.trace[done:]
+            self.seen[index] = done + len(trace)
+        chunk = Chunk(event.progress.text, event.progress.tokens, index, trace)
+        if event.progress.finished:
+            chunk.completion = self.outputs[index] = completion_of(
+                sequence,
+                self.texts[index],
+                now - self.started,
+                self.firsts[index],
+                trace=self.trace,
+            )
+        return chunk
+
+    def result(self) -> Result:
+        return Result(
+            prompt_token_ids=self.prompt,
+            outputs=[self.outputs[i] for i in sorted(self.outputs)],
+            prompt_logprobs=prompt_logprobs_of(self.leader) if self.leader else None,
+            error=self.error,
+        )
+
+
+class _Base:
+    """A model, its tokenizer and an engine; what both surfaces share."""
+
+    def __init__(
+        self,
+        model: str | Path | Loaded = "smollm2",
+        *,
+        pages: int | None = None,
+        max_nodes: int = 256,
+        max_sequences: int = 64,
+    ) -> None:
+        self._pages = pages
+        loaded = model if isinstance(model, Loaded) else load(str(model), pages=pages)
+        if max_nodes < 1 or max_sequences < 1:
+            raise InvalidParams("max_nodes and max_sequences must be at least 1")
+        self.name = loaded.name
+        self.model = loaded.model
+        self.tokenizer = loaded.tokenizer
+        self.engine = Engine(
+            {TARGET: loaded.model},
+            limits=Limits(nodes=max_nodes, sequences=max_sequences),
+            end_tokens=self.tokenizer.eos_ids,
+            decode=self.tokenizer.decode,
+        )
+        self._runner = Runner(self.engine)
+        self._methods: dict[str, Method] = {}
+        registry.discover()
+
+    @property
+    def fingerprint(self) -> str:
+        """Names what the promise covers: weights, operations and build."""
+        return self.model.fingerprint
+
+    def method(self, spec: str | Method) -> Method:
+        """A method as written, with the model it names loaded."""
+        if isinstance(spec, Method):
+            return spec
+        if spec not in self._methods:
+            entry, options = registry.parse(spec)
+            given = {}
+            if "model" in {option.name for option in entry.options}:
+                given["model"] = self._draft_model(str(options["model"]))
+            self._methods[spec] = registry.build(spec, **given)
+        return self._methods[spec]
+
+    def _draft_model(self, name: str) -> str:
+        key = f"draft {name}"
+        if key not in self.engine.passes.models:
+            loaded = load(name, pages=self._pages)
+            if not self.tokenizer.same_vocabulary(loaded.tokenizer):
+                raise VocabularyMismatch(
+                    f"{name} cannot draft for {self.name}: their vocabularies differ "
+                    f"({loaded.tokenizer.vocab_size} and {self.tokenizer.vocab_size} tokens)"
+                )
+            self.engine.passes.add(key, loaded.model)
+        return key
+
+    def encode(self, prompt: Prompt, *, chat: bool = False) -> list[int]:
+        """The token ids of a prompt: text as it stands, a conversation by the chat template."""
+        if isinstance(prompt, str):
+            if chat:
+                prompt = [{"role": "user", "content": prompt}]
+            else:
+                return self.tokenizer.encode(prompt)
+        if _is_messages(prompt):
+            text = self.tokenizer.chat([m for m in prompt if isinstance(m, Mapping)])
+            return self.tokenizer.encode(text, add_special=False)
+        tokens = [t for t in prompt if isinstance(t, int) and not isinstance(t, bool)]
+        if len(tokens) != len(prompt):
+            raise InvalidPrompt("a prompt is text, token ids, or messages with role and content")
+        return tokens
+
+    def _ticket(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        method: str | Method,
+        sink: Callable[[Event], None],
+        *,
+        chat: bool,
+        trace: bool,
+    ) -> tuple[Ticket, _Collector]:
+        tokens = self.encode(prompt, chat=chat)
+        ticket = Ticket(tokens, params or SamplingParams(), self.method(method), sink)
+        return ticket, _Collector(tokens, trace)
+
+    @staticmethod
+    def _spread(what: str, value: Any, count: int) -> list[Any]:
+        """One value for all prompts, or one for each."""
+        if not isinstance(value, list | tuple):
+            return [value] * count
+        if len(value) != count:
+            raise RequestError(f"{len(value)} values of {what} for {count} prompts")
+        return list(value)
+
+    def _requests(
+        self, prompts: Any, params: Any, method: Any
+    ) -> list[tuple[Prompt, SamplingParams | None, str | Method]]:
+        listed = [prompts] if _is_one(prompts) else list(prompts)
+        return list(
+            zip(
+                listed,
+                self._spread("params", params, len(listed)),
+                self._spread("method", method, len(listed)),
+                strict=True,
+            )
+        )
+
+    def close(self) -> None:
+        """Ends the engine; what runs is cancelled."""
+        self._runner.close()
+
+
+class LLM(_Base):
+    """A language model that answers in fewer passes.
+
+        llm = LLM("smollm2")
+        [answer] = llm.chat("Why is the sky blue?", method="ngram")
+        print(answer.text, answer.stats.tokens_per_pass)
+
+    `generate` takes text or token ids as they are, `chat` applies the model's template. Both take one
+    prompt or a list, with one method and one set of parameters for all or for each, and return one
+    `Result` per prompt. A single request that fails raises; in a list, it carries its `error`.
+    """
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        method: str | Method | Seq[str | Method] = "plain",
+        trace: bool = False,
+        _chat: bool = False,
+    ) -> list[Result]:
+        """Continues prompts as they stand."""
+        inbox: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        requests = self._requests(prompts, params, method)
+        collectors: dict[int, _Collector] = {}
+        results: dict[int, Result] = {}
+        tickets = []
+        for i, (prompt, its_params, its_method) in enumerate(requests):
+            try:
+                ticket, collectors[i] = self._ticket(
+                    prompt,
+                    its_params,
+                    its_method,
+                    lambda event, i=i: inbox.put((i, event)),  # type: ignore[misc]
+                    chat=_chat,
+                    trace=trace,
+                )
+                tickets.append(ticket)
+                self._runner.submit(ticket)
+            except RequestError as error:
+                results[i] = Result([], error=error)
+        try:
+            while len(results) < len(requests):
+                i, event = inbox.get()
+                collectors[i].take(event)
+                if event.done:
+                    results[i] = collectors[i].result()
+        except BaseException:
+            for ticket in tickets:
+                self._runner.cancel(ticket)
+            raise
+        if len(requests) == 1 and (failure := results[0].error) is not None:
+            raise failure
+        return [results[i] for i in range(len(requests))]
+
+    def chat(
+        self,
+        messages: str | Seq[Message] | Seq[Seq[Message]] | Seq[str],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        method: str | Method | Seq[str | Method] = "plain",
+        trace: bool = False,
+    ) -> list[Result]:
+        """Answers a conversation, or a list of them; plain text counts as one user message."""
+        return self.generate(messages, params, method=method, trace=trace, _chat=True)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        method: str | Method = "plain",
+        trace: bool = False,
+    ) -> Iterator[Chunk]:
+        """Answers one prompt (messages: by the chat template) piece by piece, one per pass."""
+        inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        ticket, collector = self._ticket(prompt, params, method, inbox.put, chat=False, trace=trace)
+        self._runner.submit(ticket)
+        done = False
+        try:
+            while not done:
+                event = inbox.get()
+                done = event.done
+                chunk = collector.take(event)
+                if collector.error is not None:
+                    raise collector.error
+                if chunk is not None and (chunk.text or chunk.token_ids or chunk.completion):
+                    yield chunk
+        finally:
+            if not done:
+                self._runner.cancel(ticket)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncLLM(_Base):
+    """`LLM` for programs that await. Cancelling a task or leaving a stream frees its pages."""
+
+    async def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        method: str | Method | Seq[str | Method] = "plain",
+        trace: bool = False,
+        _chat: bool = False,
+    ) -> list[Result]:
+        """Continues prompts as they stand."""
+        requests = self._requests(prompts, params, method)
+        results = await asyncio.gather(
+            *(self._collect(*request, chat=_chat, trace=trace) for request in requests)
+        )
+        if len(results) == 1 and results[0].error is not None:
+            raise results[0].error
+        return results
+
+    async def chat(
+        self,
+        messages: str | Seq[Message] | Seq[Seq[Message]] | Seq[str],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        method: str | Method | Seq[str | Method] = "plain",
+        trace: bool = False,
+    ) -> list[Result]:
+        """Answers a conversation, or a list of them; plain text counts as one user message."""
+        return await self.generate(messages, params, method=method, trace=trace, _chat=True)
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        method: str | Method = "plain",
+        trace: bool = False,
+    ) -> AsyncIterator[Chunk]:
+        """Answers one prompt (messages: by the chat template) piece by piece, one per pass."""
+        collector: _Collector | None = None
+        async for collector, chunk in self._events(prompt, params, method, False, trace):
+            if collector.error is not None:
+                raise collector.error
+            if chunk is not None and (chunk.text or chunk.token_ids or chunk.completion):
+                yield chunk
+
+    async def _collect(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        method: str | Method,
+        *,
+        chat: bool,
+        trace: bool,
+    ) -> Result:
+        collector: _Collector | None = None
+        try:
+            async for collector, _ in self._events(prompt, params, method, chat, trace):
+                pass
+        except RequestError as error:
+            return Result([], error=error)
+        assert collector is not None
+        return collector.result()
+
+    async def _events(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        method: str | Method,
+        chat: bool,
+        trace: bool,
+    ) -> AsyncIterator[tuple[_Collector, Chunk | None]]:
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[Event] = asyncio.Queue()
+
+        def sink(event: Event) -> None:
+            loop.call_soon_threadsafe(inbox.put_nowait, event)
+
+        ticket, collector = self._ticket(prompt, params, method, sink, chat=chat, trace=trace)
+        self._runner.submit(ticket)
+        done = False
+        try:
+            while not done:
+                event = await inbox.get()
+                done = event.done
+                yield collector, collector.take(event)
+        finally:
+            if not done:
+                self._runner.cancel(ticket)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.close)

@@ -1,0 +1,89 @@
+"""Checkpoints: a folder with `config.json` and one or several safetensors files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from outstride.errors import CorruptModel, UnsupportedModel
+from outstride.models.config import DecoderConfig
+from outstride.models.tokenizer import read_json
+from outstride.models.weights import allocate, check_shape
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_HARMLESS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
+"""Buffers that old checkpoints carry along and that are computed here."""
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The decoder that `config.json` describes."""
+    if not (folder / "config.json").is_file():
+        raise CorruptModel(f"{folder} has no config.json")
+    config = read_json(folder / "config.json")
+    if config.get("quantization_config"):
+        raise UnsupportedModel(f"{folder} is a quantized checkpoint, which is not supported")
+    return DecoderConfig.from_hf(config)
+
+
+def weight_files(folder: Path) -> dict[Path, list[str] | None]:
+    """The weight files, and what the index says each holds (None: no index)."""
+    if (folder / _INDEX).is_file():
+        placed = read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(placed, dict):
+            raise CorruptModel(f"{folder / _INDEX} lacks a weight_map")
+        files: dict[Path, list[str] | None] = {}
+        for name, file in placed.items():
+            path = folder / Path(str(file)).name
+            if not path.is_file():
+                raise CorruptModel(f"{path} is missing; {_INDEX} names it for {name!r}")
+            names = files.setdefault(path, [])
+            assert names is not None
+            names.append(str(name))
+        return files
+    if (folder / _SINGLE).is_file():
+        return {folder / _SINGLE: None}
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return {found[0]: None}
+    if any(folder.glob("*.bin")):
+        raise UnsupportedModel(
+            f"{folder} has no safetensors files; other formats are not supported"
+        )
+    raise CorruptModel(f"{folder} has no {_SINGLE} and no {_INDEX}")
+
+
+def read_tensors(folder: Path, config: DecoderConfig) -> dict[str, torch.Tensor]:
+    """All tensors in float32 under their own names."""
+    from safetensors import SafetensorError, safe_open
+
+    shapes = config.shapes()
+    tensors, filled = allocate(config), set()
+    for path, promised in weight_files(folder).items():
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+                if promised and (lost := sorted(set(promised) - set(names))):
+                    raise CorruptModel(f"the tensor {lost[0]!r} is missing in {path}")
+                for name in names:
+                    if name.endswith(_HARMLESS) or (config.tied and name == "lm_head.weight"):
+                        continue
+                    if name not in shapes:
+                        raise CorruptModel(
+                            f"the tensor {name!r} in {path} has no place in the model"
+                        )
+                    _fill(tensors[name], file.get_tensor(name), name, path)
+                    filled.add(name)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CorruptModel(f"{path} is cut off or damaged: {error}") from error
+    if missing := sorted(set(shapes) - filled):
+        raise CorruptModel(f"the tensor {missing[0]!r} is missing in {folder}")
+    return tensors
+
+
+def _fill(into: torch.Tensor, tensor: torch.Tensor, name: str, path: Path) -> None:
+    if not tensor.is_floating_point():
+        raise UnsupportedModel(f"the tensor {name!r} in {path} is not of a floating-point type")
+    check_shape(name, tensor.shape, into.shape)
+    into.copy_(tensor)

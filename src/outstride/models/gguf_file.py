@@ -1,0 +1,303 @@
+"""GGUF files: metadata, shapes and tensors, with every doubt about the file put into words.
+
+The header is parsed here, because a reader that turns each of 50,000 vocabulary entries into
+objects takes seconds; the formats of quantized blocks are left to the `gguf` package.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from outstride.errors import CorruptModel, UnsupportedModel
+from outstride.models.config import DecoderConfig, RopeConfig, unsupported
+from outstride.models.weights import allocate, check_shape
+
+_MAGIC = b"GGUF"
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+_PERMUTED = ("llama", "smollm3")
+"""Architectures whose converter reorders the rows of queries and keys, head by head."""
+_KNOWN = ("llama", "qwen2", "qwen3", "smollm3")
+_CHUNK = 1 << 18
+"""About how many weights are unpacked at once."""
+
+_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies; `shape` is in torch's order."""
+
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+class _Cursor:
+    """Reads forward through the header."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, code: str) -> Any:
+        """One number."""
+        (value,) = struct.unpack_from("<" + code, self.data, self.at)
+        self.at += struct.calcsize("<" + code)
+        return value
+
+    def string(self) -> str:
+        size = self.take("Q")
+        start, self.at = self.at, self.at + size
+        if self.at > len(self.data):
+            raise struct.error("a string reaches beyond the file")
+        return bytes(self.data[start : self.at]).decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind in _SCALARS:
+            return self.take(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise struct.error(f"there is no type {kind} of metadata")
+        inner, count = self.take("I"), self.take("Q")
+        if inner in _SCALARS:
+            code = _SCALARS[inner]
+            found = np.frombuffer(
+                self.data, dtype=np.dtype("<" + code), count=count, offset=self.at
+            )
+            self.at += found.nbytes
+            return found.tolist()
+        return [self.value(inner) for _ in range(count)]
+
+
+class GgufFile:
+    """An open file: `metadata` by key, `tensors` by name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._size = path.stat().st_size
+        if self._size < 24:
+            raise CorruptModel(f"{path} is cut off: it is too short to be a GGUF file")
+        cursor = _Cursor(np.memmap(path, dtype=np.uint8, mode="r").data)
+        if bytes(cursor.data[:4]) != _MAGIC:
+            raise CorruptModel(f"{path} is not a GGUF file")
+        cursor.at = 4
+        version = cursor.take("I")
+        if version not in (2, 3):
+            raise UnsupportedModel(f"{path} has GGUF version {version}; supported are 2 and 3")
+        try:
+            self._read(cursor)
+        except (struct.error, ValueError, OverflowError, MemoryError) as error:
+            raise CorruptModel(f"{path} is cut off or damaged in its header: {error}") from error
+
+    def _read(self, cursor: _Cursor) -> None:
+        count, entries = cursor.take("Q"), cursor.take("Q")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(entries):
+            key = cursor.string()
+            self.metadata[key] = cursor.value(cursor.take("I"))
+        self.tensors: dict[str, TensorInfo] = {}
+        for _ in range(count):
+            name, rank = cursor.string(), cursor.take("I")
+            shape = tuple(cursor.take("Q") for _ in range(rank))[::-1]
+            self.tensors[name] = TensorInfo(shape, cursor.take("I"), cursor.take("Q"))
+        step = int(self.metadata.get("general.alignment", 32))
+        self._start = -(-cursor.at // step) * step
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", "unknown"))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value that belongs to the architecture, such as `block_count`."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def need(self, key: str) -> Any:
+        """The same, where the model cannot do without it."""
+        value = self.get(key)
+        if value is None:
+            raise CorruptModel(f"{self.path} lacks the key {self.architecture}.{key}")
+        return value
+
+    def unpack(self, name: str, result: torch.Tensor) -> None:
+        """Fills a tensor in float32, piece by piece."""
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        info = self.tensors[name]
+        try:
+            kind = GGMLQuantizationType(info.kind)
+            per_block, block_bytes = GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError) as error:
+            raise UnsupportedModel(
+                f"{name} in {self.path} has the unknown type {info.kind}"
+            ) from error
+        count = math.prod(info.shape)
+        if info.shape[-1] % per_block:
+            raise CorruptModel(f"{name} in {self.path} has rows that are not whole blocks")
+        start, size = self._start + info.offset, count // per_block * block_bytes
+        if start + size > self._size:
+            raise CorruptModel(f"{self.path} is cut off: {name} reaches beyond its end")
+        raw = np.fromfile(self.path, dtype=np.uint8, count=size, offset=start)
+        raw = raw.reshape(-1, info.shape[-1] // per_block * block_bytes)
+        rows = result.view(-1, info.shape[-1]).numpy()
+        step = max(1, _CHUNK // info.shape[-1])
+        for low in range(0, len(raw), step):
+            part = raw[low : low + step]
+            try:
+                if kind == GGMLQuantizationType.F32:
+                    rows[low : low + step] = np.ascontiguousarray(part).view("<f4")
+                elif kind == GGMLQuantizationType.F16:
+                    rows[low : low + step] = np.ascontiguousarray(part).view("<f2")
+                else:
+                    rows[low : low + step] = dequantize(part, kind)
+            except NotImplementedError as error:
+                raise UnsupportedModel(
+                    f"{name} in {self.path} is packed as {kind.name}, which is not supported"
+                ) from error
+
+
+def read_config(file: GgufFile) -> DecoderConfig:
+    """Shapes and switches, from the metadata and from which tensors there are."""
+    architecture = file.architecture
+    if architecture not in _KNOWN:
+        raise unsupported(architecture)
+    if file.get("expert_count", 0):
+        raise UnsupportedModel(f"{file.path} is a mixture of experts, which is not supported")
+    layers, heads = int(file.need("block_count")), int(file.need("attention.head_count"))
+    hidden = int(file.need("embedding_length"))
+    head_dim = int(file.get("attention.key_length") or file.get("rope.dimension_count") or 0)
+    head_dim = head_dim or hidden // heads
+    if int(file.get("rope.dimension_count") or head_dim) != head_dim:
+        raise UnsupportedModel("partial rotary embeddings are not supported")
+    if "token_embd.weight" not in file.tensors:
+        raise CorruptModel(f"the tensor 'token_embd.weight' is missing in {file.path}")
+    window = file.get("attention.sliding_window") or None
+    turning = tuple(architecture != "smollm3" or (i + 1) % 4 != 0 for i in range(layers))
+    return DecoderConfig(
+        architecture=architecture,
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        hidden_size=hidden,
+        intermediate_size=int(file.need("feed_forward_length")),
+        layers=layers,
+        heads=heads,
+        kv_heads=int(file.get("attention.head_count_kv") or heads),
+        head_dim=head_dim,
+        context=int(file.need("context_length")),
+        norm_eps=float(file.need("attention.layer_norm_rms_epsilon")),
+        rope=_rope(file),
+        rope_layers=turning,
+        windows=(None if window is None else int(window),) * layers,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        head_norms="blk.0.attn_q_norm.weight" in file.tensors,
+        tied="output.weight" not in file.tensors,
+    )
+
+
+def _rope(file: GgufFile) -> RopeConfig:
+    theta = float(file.get("rope.freq_base", 10000.0))
+    factors = None
+    if _FACTORS in file.tensors:
+        stored = torch.empty(file.tensors[_FACTORS].shape)
+        file.unpack(_FACTORS, stored)
+        factors = tuple(float(x) for x in stored.tolist())
+    kind = str(file.get("rope.scaling.type") or "none")
+    factor = float(file.get("rope.scaling.factor") or 1.0)
+    if kind == "none" or factors is not None:
+        return RopeConfig(theta=theta, factors=factors)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind="linear", factor=factor)
+    if kind != "yarn":
+        raise UnsupportedModel(
+            f"rope scaling {kind!r} is not supported; supported are linear, yarn"
+        )
+    stated = file.get("rope.scaling.yarn_attn_factor") or file.get("rope.scaling.attn_factor")
+    return RopeConfig(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_context=int(
+            file.get("rope.scaling.original_context_length") or file.need("context_length")
+        ),
+        beta_fast=float(file.get("rope.scaling.yarn_beta_fast") or 32.0),
+        beta_slow=float(file.get("rope.scaling.yarn_beta_slow") or 1.0),
+        attention_factor=None if stated is None else float(stated),
+    )
+
+
+def _checkpoint_name(name: str) -> str:
+    """The name that a tensor has in a checkpoint, or its own if it has none."""
+    if name in _OUTER:
+        return _OUTER[name]
+    parts = name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _NAMES:
+        return f"model.layers.{parts[1]}.{_NAMES[parts[2]]}.{parts[3]}"
+    return name
+
+
+def _restore_rows(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Undoes the converter's order: pairs that turn together lie side by side in the file."""
+    shape = tensor.shape
+    half = shape[0] // heads // 2
+    return tensor.view(heads, half, 2, *shape[1:]).transpose(1, 2).reshape(shape)
+
+
+def read_tensors(file: GgufFile, config: DecoderConfig) -> dict[str, torch.Tensor]:
+    """All tensors in float32 under their checkpoint names."""
+    names = {name: _checkpoint_name(name) for name in file.tensors if name != _FACTORS}
+    shapes: Mapping[str, tuple[int, ...]] = config.shapes()
+    found = set(names.values())
+    if missing := sorted(set(shapes) - found):
+        raise CorruptModel(f"the tensor {missing[0]!r} is missing in {file.path}")
+    for name, ours in names.items():
+        if ours not in shapes:
+            raise CorruptModel(f"the tensor {name!r} in {file.path} has no place in the model")
+
+        check_shape(name, file.tensors[name].shape, shapes[ours])
+    tensors = allocate(config)
+
+    def fill(name: str, ours: str) -> None:
+        tensor = tensors[ours]
+        file.unpack(name, tensor)
+        if config.architecture in _PERMUTED:
+            if ".q_proj." in ours:
+                tensor.copy_(_restore_rows(tensor, config.heads))
+            elif ".k_proj." in ours:
+                tensor.copy_(_restore_rows(tensor, config.kv_heads))
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as workers:
+        for _ in workers.map(fill, names.keys(), names.values()):
+            pass
+    return tensors

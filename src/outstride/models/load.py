@@ -1,0 +1,186 @@
+"""`load`: a model and its tokenizer from an alias, a GGUF file, a checkpoint folder or a hub id."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outstride.errors import DownloadFailed, ModelError, ModelNotFound, UnsupportedModel
+from outstride.models.fetch import ALIASES, fetch
+
+if TYPE_CHECKING:
+    import torch
+
+    from outstride.models.config import DecoderConfig
+    from outstride.models.decoder import Decoder
+    from outstride.models.tokenizer import Tokenizer
+
+PAGE_SIZE = 16
+_POOL = 16_384
+"""Tokens for which the cache has room by default, if two whole contexts are more."""
+_SHARE = 0.6
+"""Of the free memory, what the cache may come to take."""
+_PATTERNS = ["*.json", "*.jinja", "*.safetensors"]
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready to run.
+
+    context: how long a sequence may become: the model's own limit, or the cache's if that is less.
+    """
+
+    model: Decoder
+    tokenizer: Tokenizer
+    name: str
+    context: int
+    path: Path
+
+
+def aliases() -> list[str]:
+    """Names that need no path."""
+    return sorted(ALIASES)
+
+
+def load(name: str, *, pages: int | None = None, features: tuple[int, ...] = ()) -> Loaded:
+    """Finds, fetches if need be, checks and loads a model."""
+    path = locate(name)
+    if path.is_dir():
+        config, tensors, tokenizer = _from_folder(path)
+    else:
+        config, tensors, tokenizer = _from_gguf(path)
+    from outstride.models.decoder import Decoder
+
+    if pages is None:
+        pages = default_pages(config, features)
+    model = Decoder(config, tensors, pages=pages, page_size=PAGE_SIZE, features=features)
+    context = min(config.context, pages * PAGE_SIZE)
+    return Loaded(model=model, tokenizer=tokenizer, name=name, context=context, path=path)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Only the tokenizer, without reading any weights."""
+    from outstride.models.tokenizer import Tokenizer
+
+    path = locate(name)
+    if path.is_dir():
+        return Tokenizer.from_folder(path)
+    from outstride.models.gguf_file import GgufFile
+
+    return Tokenizer.from_gguf(GgufFile(path).metadata)
+
+
+def locate(name: str) -> Path:
+    """The GGUF file or checkpoint folder that a name stands for."""
+    if name in ALIASES:
+        return fetch(name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        packed = sorted(path.glob("*.gguf"))
+        if len(packed) == 1 and not (path / "config.json").is_file():
+            return packed[0]
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UnsupportedModel(f"{path} is neither a GGUF file nor a checkpoint folder")
+        return path
+    if name.endswith(".gguf") or name.startswith((".", "/", "~")):
+        raise ModelNotFound(f"there is no file or folder {name}")
+    if _HUB_ID.fullmatch(name):
+        return _from_hub(name)
+    close = difflib.get_close_matches(name, ALIASES, n=1, cutoff=0.4)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    raise ModelNotFound(
+        f"there is no model {name!r}: {guess}name one of {', '.join(aliases())}, a GGUF file, "
+        "a checkpoint folder, or a hub id such as 'org/name'"
+    )
+
+
+def default_pages(config: DecoderConfig, features: tuple[int, ...] = ()) -> int:
+    """Room for two contexts if they are short, for one in any case, as far as memory goes."""
+    tokens = max(config.context, min(2 * config.context, _POOL))
+    per_token = 4 * config.layers * config.kv_heads * (2 * config.head_dim + 4)
+    per_token += 4 * len(features) * config.hidden_size
+    affordable = int(_SHARE * _free_memory()) // per_token
+    return max(min(tokens, affordable) // PAGE_SIZE, 1)
+
+
+def _free_memory() -> int:
+    """Bytes that can be had without pushing other processes out."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _from_gguf(path: Path) -> tuple[DecoderConfig, dict[str, torch.Tensor], Tokenizer]:
+    from outstride.models.gguf_file import GgufFile, read_config, read_tensors
+    from outstride.models.tokenizer import Tokenizer
+
+    file = GgufFile(path)
+    config = read_config(file)
+    tokenizer = Tokenizer.from_gguf(file.metadata)
+    file.metadata.clear()
+    return config, read_tensors(file, config), tokenizer
+
+
+def _from_folder(path: Path) -> tuple[DecoderConfig, dict[str, torch.Tensor], Tokenizer]:
+    from outstride.models.checkpoint import read_config, read_tensors
+    from outstride.models.tokenizer import Tokenizer
+
+    config = read_config(path)
+    tokenizer = Tokenizer.from_folder(path)
+    return config, read_tensors(path, config), tokenizer
+
+
+def _from_hub(name: str) -> Path:
+    """A snapshot of a hub repository; a whole one that is here already needs no network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        here = Path(snapshot_download(name, allow_patterns=_PATTERNS, local_files_only=True))
+        if _whole(here):
+            return here
+    except (LocalEntryNotFoundError, ValueError, OSError):
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=_PATTERNS))
+    except GatedRepoError as error:
+        raise ModelNotFound(
+            f"{name!r} is open only to users who accepted its terms; log in to the hub first"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFound(f"the hub has no model {name!r} (or it is private)") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        raise DownloadFailed(
+            f"{name!r} is not here and could not be downloaded: {_first_line(error)}. What has "
+            "arrived is kept; try again, or name a local file or folder"
+        ) from error
+
+
+def _whole(folder: Path) -> bool:
+    from outstride.models.checkpoint import weight_files
+
+    try:
+        return (folder / "config.json").is_file() and bool(weight_files(folder))
+    except ModelError:
+        return False
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".")

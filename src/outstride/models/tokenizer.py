@@ -1,0 +1,398 @@
+"""`Tokenizer`: text to ids and back, and the chat template, from a checkpoint or a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outstride.errors import CorruptModel, InvalidPrompt, UnsupportedModel
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_SPLITS = {
+    "smollm": (r"\p{N}", _GPT2),
+    "gpt-2": (_GPT2,),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "llama-bpe": (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",),
+    "qwen2": (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",),
+}
+"""How text is cut before merging, by the name that GGUF files use."""
+
+_UNKNOWN, _CONTROL, _USER, _BYTE = 2, 3, 4, 6
+"""Kinds of tokens in GGUF files that matter here."""
+_SPACE = "▁"
+
+
+@lru_cache(maxsize=1)
+def _byte_of() -> dict[str, int]:
+    """The printable character that stands for each byte in byte-level vocabularies, reversed."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+class Tokenizer:
+    """Built by `from_folder` or `from_gguf`.
+
+    eos_ids: every id that ends a text; chat_template: the model's own, if it has one;
+    named: texts of special tokens (`bos_token`, `eos_token`, …) for the template.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None = None,
+        eos_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+        named: Mapping[str, str] | None = None,
+        prepend: Sequence[int] = (),
+        append: Sequence[int] = (),
+    ) -> None:
+        self._backend = backend
+        self.bos_id = bos_id
+        self.eos_ids = frozenset(eos_ids)
+        self.chat_template = chat_template
+        self.named = dict(named or {})
+        self._prepend, self._append = list(prepend), list(append)
+        self._bytes: dict[int, bytes] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids have a text; a model's table may be longer."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Ids of a text, with what the model wants around it unless told otherwise.
+
+        Special tokens written out in the text become their ids, as chat templates need it.
+        """
+        ids = list(self._backend.encode(text, add_special_tokens=add_special).ids)
+        return [*self._prepend, *ids, *self._append] if add_special else ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of ids; bytes that are no text become U+FFFD."""
+        data = b"".join(
+            self.token_bytes(i) for i in ids if not (skip_special and self.is_special(i))
+        )
+        text = data.decode("utf-8", errors="replace")
+        return text[1:] if self._style == "spaces" and text.startswith(" ") else text
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that an id adds to a text; they may be a part of a character."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._spell(token)
+        return found
+
+    def is_special(self, token: int) -> bool:
+        """Whether an id marks structure and is no text."""
+        return token in self._special
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a token, such as `<|im_end|>`, if there is one."""
+        found = self._backend.token_to_id(text)
+        return None if found is None else int(found)
+
+    def same_vocabulary(self, other: Tokenizer) -> bool:
+        """Whether both mean the same by every id."""
+        ours = self._backend.get_vocab(with_added_tokens=True)
+        return bool(ours == other._backend.get_vocab(with_added_tokens=True))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> str:
+        """Messages in the model's own chat format. Encode the result with `add_special=False`."""
+        if self.chat_template is None:
+            raise InvalidPrompt("this model has no chat template; give it a plain prompt")
+        from jinja2 import TemplateError
+
+        values = {**self.named, "tools": None, "documents": None, **extra}
+        try:
+            return str(
+                self._template.render(
+                    messages=list(messages), add_generation_prompt=add_generation_prompt, **values
+                )
+            )
+        except (TemplateError, TypeError, KeyError) as error:
+            raise InvalidPrompt(f"the chat template refused the messages: {error}") from error
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _added(self) -> dict[int, Any]:
+        return dict(self._backend.get_added_tokens_decoder())
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(i for i, token in self._added.items() if token.special)
+
+    @cached_property
+    def _style(self) -> str:
+        """How tokens spell bytes: one character per byte, or text with marked spaces."""
+        decoder = json.loads(self._backend.to_str())["decoder"] if self._backend.decoder else None
+        kinds = json.dumps(decoder)
+        if '"ByteLevel"' in kinds:
+            return "bytes"
+        return "spaces" if '"ByteFallback"' in kinds or '"Metaspace"' in kinds else "plain"
+
+    def _spell(self, token: int) -> bytes:
+        if token in self._added:
+            return str(self._added[token].content).encode()
+        text = self._backend.id_to_token(token)
+        if text is None:
+            return b""
+        if self._style == "bytes":
+            table = _byte_of()
+            return bytes(table[c] for c in text) if all(c in table for c in text) else text.encode()
+        if self._style == "spaces":
+            if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+                return bytes([int(text[3:5], 16)])
+            return text.replace(_SPACE, " ").encode()
+        return str(self._backend.decode([token])).encode()
+
+    @cached_property
+    def _template(self) -> Any:
+        return _compile(self.chat_template or "")
+
+    # --- sources ----------------------------------------------------------------------------------
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """From `tokenizer.json` and the configuration files beside it."""
+        import tokenizers
+
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise UnsupportedModel(f"{folder} has no tokenizer.json, which is needed")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise CorruptModel(f"{path} cannot be read: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        config = read_json(folder / "tokenizer_config.json")
+        special = read_json(folder / "special_tokens_map.json")
+        named = {}
+        for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            value = config.get(key, special.get(key))
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                named[key] = text
+        ends: set[int] = set()
+        for source in ("generation_config.json", "config.json"):
+            stated = read_json(folder / source).get("eos_token_id")
+            if stated is not None:
+                ends.update(stated if isinstance(stated, list) else [stated])
+        if "eos_token" in named and (end := backend.token_to_id(named["eos_token"])) is not None:
+            ends.add(end)
+        bos = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
+        return cls(
+            backend,
+            bos_id=bos,
+            eos_ids=ends,
+            chat_template=_folder_template(folder, config),
+            named=named,
+        )
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """From the vocabulary, merges or scores, and kinds of tokens that a GGUF file holds."""
+
+        def get(key: str, default: Any = None) -> Any:
+            return metadata.get(f"tokenizer.ggml.{key}", default)
+
+        model, tokens = get("model"), get("tokens")
+        if model is None or tokens is None:
+            raise CorruptModel("the file has no vocabulary (tokenizer.ggml.model and .tokens)")
+        kinds = get("token_type") or [1] * len(tokens)
+        if len(kinds) != len(tokens):
+            raise CorruptModel(f"{len(tokens)} tokens but {len(kinds)} kinds of tokens")
+        pre = str(get("pre", "default"))
+        if model == "gpt2":
+            backend = _byte_level(tokens, get("merges") or [], pre)
+        elif model == "llama":
+            space = bool(get("add_space_prefix", True))
+            backend = _with_scores(tokens, get("scores") or [], kinds, space)
+        else:
+            raise UnsupportedModel(
+                f"the tokenizer {model!r} is not supported; supported are gpt2 and llama"
+            )
+        _mark_special(backend, tokens, kinds)
+        bos, eos = get("bos_token_id"), get("eos_token_id")
+        add_bos = bool(get("add_bos_token", model == "llama" or pre == "llama-bpe"))
+        named = {}
+        for key, name in (("bos", "bos_token"), ("eos", "eos_token"), ("padding", "pad_token")):
+            if (token := get(f"{key}_token_id")) is not None and token < len(tokens):
+                named[name] = tokens[token]
+        ends = (get(f"{key}_token_id") for key in ("eos", "eot", "eom"))
+        template = metadata.get("tokenizer.chat_template")
+        return cls(
+            backend,
+            bos_id=bos,
+            eos_ids=[end for end in ends if end is not None],
+            chat_template=template,
+            named=named,
+            prepend=[bos] if add_bos and bos is not None else [],
+            append=[eos] if get("add_eos_token", False) and eos is not None else [],
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptModel(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CorruptModel(f"{path} is not a JSON object")
+    return found
+
+
+def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template") or read_json(folder / "chat_template.json").get(
+        "chat_template"
+    )
+    if isinstance(template, list):  # several by name
+        by_name = {entry["name"]: entry["template"] for entry in template}
+        template = by_name.get("default") or next(iter(by_name.values()), None)
+    return template if isinstance(template, str) else None
+
+
+def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: str) -> tokenizers.Tokenizer:
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    if pre not in _SPLITS:
+        raise UnsupportedModel(
+            f"the pre-tokenizer {pre!r} is not supported; "
+            f"supported are {', '.join(sorted(_SPLITS))}"
+        )
+    pairs: list[Any] = [tuple(merge.split(" ", 1)) for merge in merges]
+    try:
+        model = models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=pairs,
+            ignore_merges=pre == "llama-bpe",
+        )
+    except Exception as error:
+        raise CorruptModel(f"vocabulary and merges do not fit together: {error}") from error
+    backend = tokenizers.Tokenizer(model)
+    cuts = [
+        pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+        for pattern in _SPLITS[pre]
+    ]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _with_scores(
+    tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int], space: bool
+) -> tokenizers.Tokenizer:
+    """SentencePiece BPE: a pair merges the earlier, the higher the score of what it makes."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers
+
+    if len(scores) != len(tokens):
+        raise CorruptModel(f"{len(tokens)} tokens but {len(scores)} scores")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    ranked = []
+    for i, token in enumerate(tokens):
+        if kinds[i] in (_UNKNOWN, _CONTROL, _BYTE):
+            continue
+        for cut in range(1, len(token)):
+            left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
+            if left is not None and right is not None:
+                ranked.append((-scores[i], i, left, right))
+    ranked.sort()
+    unknown = next((tokens[i] for i, kind in enumerate(kinds) if kind == _UNKNOWN), None)
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=[(tokens[left], tokens[right]) for _, _, left, right in ranked],
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    steps: list[Any] = [normalizers.Prepend(_SPACE)] if space else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace(_SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1 if space else 0, 0),
+        ]
+    )
+    return backend
+
+
+def _mark_special(
+    backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]
+) -> None:
+    from tokenizers import AddedToken
+
+    control = [tokens[i] for i, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)]
+    user = [tokens[i] for i, kind in enumerate(kinds) if kind == _USER]
+    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in control])
+    backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in user])
+
+
+def _compile(source: str) -> Any:
+    """A chat template in a sandbox, with the helpers that templates expect."""
+    from datetime import datetime
+
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Templates mark the assistant's part for training; here the mark means nothing."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+            next(parser.stream)
+            return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, **options: Any) -> str:
+        options.setdefault("ensure_ascii", False)
+        return json.dumps(value, **options)
+
+    now: Callable[[str], str] = lambda pattern: datetime.now().strftime(pattern)  # noqa: E731
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = now
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise CorruptModel(f"the chat template cannot be read: {error}") from error

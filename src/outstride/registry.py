@@ -1,0 +1,199 @@
+"""Methods by name. A drafter file registers its methods; every surface reads this list.
+
+A method is written `name` or `name:key=value,key=value`. Its options are the keyword arguments of
+its drafter's constructor; what it is, needs and costs is read from the class docstring, so that one
+text serves the code, the command line and the tables.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from outstride.core.contracts import Acceptor, Drafter, Exactness, Method
+from outstride.errors import UnknownMethod
+
+D = TypeVar("D", bound=type[Drafter])
+A = TypeVar("A", bound=type[Acceptor])
+
+FIELDS = ("Paper", "Exactness", "Needs", "Cost per step")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A keyword argument that a method takes."""
+
+    name: str
+    type: type
+    default: Any
+    required: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is known of a method without making one."""
+
+    name: str
+    family: str
+    summary: str
+    exactness: Exactness
+    needs: tuple[str, ...]
+    paper: str
+    cost: str
+    options: tuple[Option, ...]
+    drafter: type[Drafter]
+    acceptor: str
+
+
+_methods: dict[str, Entry] = {}
+_acceptors: dict[str, type[Acceptor]] = {}
+
+
+def _describe(cls: type) -> dict[str, str]:
+    text = inspect.cleandoc(cls.__doc__ or "")
+    found = {"summary": text.split("\n\n")[0].replace("\n", " ").strip()}
+    for name in FIELDS:
+        lines = [i for i, line in enumerate(text.splitlines()) if line.startswith(f"{name}: ")]
+        if len(lines) != 1:
+            raise TypeError(f"{cls.__name__}: the docstring needs one line '{name}: …'")
+        value = [text.splitlines()[lines[0]][len(name) + 2 :]]
+        for line in text.splitlines()[lines[0] + 1 :]:
+            if not line.startswith("  "):
+                break
+            value.append(line.strip())
+        found[name] = " ".join(value)
+    return found
+
+
+_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
+
+
+def _options(cls: type) -> tuple[Option, ...]:
+    options = []
+    for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:  # type: ignore[misc]
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            continue
+        kind = _TYPES.get(getattr(parameter.annotation, "__name__", str(parameter.annotation)))
+        if kind is None:
+            raise TypeError(
+                f"{cls.__name__}: option {parameter.name} must be int, float, str or bool"
+            )
+        required = parameter.default is inspect.Parameter.empty
+        default = None if required else parameter.default
+        options.append(Option(parameter.name, kind, default, required))
+    return tuple(options)
+
+
+def method(name: str, *, family: str, acceptor: str = "match") -> Callable[[D], D]:
+    """Registers a drafter, joined with an acceptor, as a method."""
+
+    def register(cls: D) -> D:
+        about = _describe(cls)
+        if name in _methods:
+            raise TypeError(f"two methods are called {name!r}")
+        needs = about["Needs"]
+        _methods[name] = Entry(
+            name=name,
+            family=family,
+            summary=about["summary"],
+            exactness=Exactness(about["Exactness"].split()[0].strip(".,;")),
+            needs=() if needs == "nothing" else tuple(x.strip() for x in needs.split(",")),
+            paper=about["Paper"],
+            cost=about["Cost per step"],
+            options=_options(cls),
+            drafter=cls,
+            acceptor=acceptor,
+        )
+        cls.name = name
+        return cls
+
+    return register
+
+
+def acceptor(name: str) -> Callable[[A], A]:
+    """Registers an acceptor under a name that methods refer to."""
+
+    def register(cls: A) -> A:
+        _acceptors[name] = cls
+        cls.name = name
+        return cls
+
+    return register
+
+
+def discover() -> None:
+    """Imports every drafter and acceptor of the package, which registers them."""
+    for package in ("outstride.draft", "outstride.accept"):
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            importlib.import_module(f"{package}.{module.name}")
+
+
+def entries() -> list[Entry]:
+    """All methods, by name."""
+    return [_methods[name] for name in sorted(_methods)]
+
+
+def entry(name: str) -> Entry:
+    """One method; an unknown name is answered with near ones."""
+    if name not in _methods:
+        near = difflib.get_close_matches(name, _methods, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(_methods)}"
+        raise UnknownMethod(f"unknown method {name!r}; {hint}")
+    return _methods[name]
+
+
+def parse(spec: str) -> tuple[Entry, dict[str, Any]]:
+    """The entry and the options of `name` or `name:key=value,…`."""
+    name, _, rest = spec.partition(":")
+    found = entry(name.strip())
+    known = {option.name: option for option in found.options}
+    values: dict[str, Any] = {}
+    for part in filter(None, (p.strip() for p in rest.split(","))):
+        key, equals, text = part.partition("=")
+        option = known.get(key.strip())
+        if option is None or not equals:
+            raise UnknownMethod(
+                f"method {found.name!r} has no option {key.strip()!r}"
+                + (f"; it has {', '.join(known)}" if known else "; it has none")
+            )
+        values[option.name] = _convert(found.name, option, text.strip())
+    if missing := [o.name for o in found.options if o.required and o.name not in values]:
+        raise UnknownMethod(
+            f"method {found.name!r} needs {missing[0]}: write {found.name}:{missing[0]}=…"
+        )
+    return found, values
+
+
+def _convert(name: str, option: Option, text: str) -> Any:
+    if option.type is bool:
+        if text.lower() in ("true", "false", "1", "0"):
+            return text.lower() in ("true", "1")
+    else:
+        try:
+            return option.type(text)
+        except ValueError:
+            pass
+    raise UnknownMethod(
+        f"{name}: option {option.name} takes a value of type {option.type.__name__}, not {text!r}"
+    )
+
+
+def build(spec: str, **given: Any) -> Method:
+    """A method as the user wrote it; `given` overrides options (a model's engine name)."""
+    found, values = parse(spec)
+    try:
+        drafter = found.drafter(**{**values, **given})
+    except ValueError as error:
+        raise UnknownMethod(f"{found.name}: {error}") from error
+    return Method(
+        name=found.name,
+        drafter=drafter,
+        acceptor=_acceptors[found.acceptor](),
+        exactness=found.exactness,
+        spec=spec,
+    )

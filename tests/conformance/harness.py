@@ -1,0 +1,133 @@
+"""Runs engines on the toy model and looks at every cache entry after every step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from outstride import registry
+from outstride.core.contracts import CAUSAL, Exactness, Method, Vision
+from outstride.core.params import SamplingParams
+from outstride.core.sequence import Sequence
+from outstride.engine.engine import Engine
+from outstride.engine.scheduler import Limits
+from outstride.models.toy import Toy
+
+registry.discover()
+
+VOCABULARY = 24
+END = 0
+LETTERS = "#abcdefghijklmnopqrstuvwxyz"
+PLAIN = registry.build("plain")
+
+
+def spell(tokens: Iterable[int]) -> str:
+    """The toy's tokenizer: token 1 is a, 2 is b, …"""
+    return "".join(LETTERS[t] for t in tokens)
+
+
+def toy_method(drafter: Any, acceptor: Any, exactness: Exactness = Exactness.EXACT) -> Method:
+    drafter.name = type(drafter).__name__
+    acceptor.name = type(acceptor).__name__
+    return Method(drafter.name, drafter, acceptor, exactness)
+
+
+@dataclass
+class Bench:
+    """An engine on toys, checked to the last entry after each step."""
+
+    pages: int = 96
+    nodes: int = 64
+    sequences: int = 64
+    vision: Vision = CAUSAL
+    draft_pages: int | None = None
+    wrap: Callable[[Toy], Any] = field(default=lambda toy: toy)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.target = Toy(pages=self.pages, vision=self.vision)
+        draft = Toy(accent=1, pages=self.draft_pages or self.pages)
+        self.toys: Mapping[str, Toy] = {"target": self.target, "draft": draft}
+        self.engine = Engine(
+            {name: self.wrap(toy) for name, toy in self.toys.items()},
+            limits=Limits(nodes=self.nodes, sequences=self.sequences),
+            end_tokens=[END],
+            decode=spell,
+        )
+        self.texts: dict[int, str] = {}
+        self.tokens: dict[int, list[int]] = {}
+
+    def step(self) -> None:
+        self.steps += 1
+        assert self.steps < 20_000, "the engine does not come to an end"
+        report = self.engine.step()
+        for progress in report.progress:
+            key = progress.sequence.id
+            self.texts[key] = self.texts.get(key, "") + progress.text
+            self.tokens[key] = self.tokens.get(key, []) + progress.tokens
+        self.engine.check_integrity()
+        for sequence in self.engine.scheduler:
+            known = {**dict(enumerate(sequence.tokens)), **sequence.canvas}
+            for name, table in sequence.tables.items():
+                self.toys[name].check(table, known)  # type: ignore[arg-type]
+
+    def finish(self) -> None:
+        while self.engine.busy:
+            self.step()
+
+    def run(
+        self,
+        prompts: Seq[list[int]],
+        methods: Method | Seq[Method],
+        params: SamplingParams | Seq[SamplingParams],
+        **extra: Any,
+    ) -> list[Sequence]:
+        count = len(prompts)
+        method_of = [methods] * count if isinstance(methods, Method) else methods
+        params_of = [params] * count if isinstance(params, SamplingParams) else params
+        sequences = [
+            self.engine.submit(list(p), q, m, **extra)
+            for p, m, q in zip(prompts, method_of, params_of, strict=True)
+        ]
+        self.finish()
+        for sequence in sequences:
+            if sequence.error is not None:
+                raise sequence.error
+            assert self.tokens[sequence.id] == sequence.output, "tokens lost or doubled on the way"
+        return sequences
+
+
+def alone(prompt: list[int], params: SamplingParams, method: Method = PLAIN, **bench: Any) -> list[int]:
+    """What a request says with nobody else there."""
+    [sequence] = Bench(**bench).run([prompt], method, params)
+    return sequence.output
+
+
+def some_prompts(seed: int, count: int, most: int = 40) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [
+        [rng.randrange(1, VOCABULARY) for _ in range(rng.randrange(1, most))] for _ in range(count)
+    ]
+
+
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=40),
+    "sampled": SamplingParams(max_tokens=40, temperature=0.8, seed=11),
+    "filtered": SamplingParams(max_tokens=40, temperature=1.3, top_k=8, top_p=0.9, min_p=0.02, seed=5),
+    "penalties": SamplingParams(
+        max_tokens=40,
+        temperature=0.7,
+        seed=3,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+    ),
+    "biased": SamplingParams(max_tokens=40, logit_bias={3: 2.0, 5: -100.0, 7: 1.0}),
+    "stopped": SamplingParams(max_tokens=60, stop=("ab", "c", "fed"), min_tokens=3),
+    "stop tokens": SamplingParams(max_tokens=60, stop_token_ids=(4, 9), temperature=0.9, seed=8),
+    "endless": SamplingParams(max_tokens=50, ignore_eos=True),
+    "patient": SamplingParams(max_tokens=50, min_tokens=30, temperature=0.5, seed=2),
+}
+"""The request contract, one corner at a time."""
