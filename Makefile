@@ -10,10 +10,10 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 export PYTHON ?=
 # pip shows its progress bars on a terminal and says nothing but errors elsewhere.
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install $$([ -t 1 ] || echo --quiet) -c constraints.txt
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install $$([ -t 1 ] || echo -qq) -c constraints.txt
 
-# The default prompt makes the model copy, which is where prompt lookup saves most.
-PROMPT ?= Copy this list three times, word for word: red apples, green pears, yellow bananas, blue plums, ripe cherries.
+# Code repeats itself, which is where prompt lookup saves passes.
+PROMPT ?= Write a Python class Point with x, y and z, and methods to add, subtract and scale points.
 METHOD ?= ngram
 ARGS ?=
 # `make run PROMPT=…` takes any text. It travels through the environment, where no shell looks at it;
@@ -35,12 +35,14 @@ help: ## Say what can be made
 
 .PHONY: run
 run: $(VENV)/.run-stamp ## Answer a prompt
-	@exec $(VENV)/bin/outstride run "$$OUTSTRIDE_PROMPT" --method "$$OUTSTRIDE_METHOD" $(ARGS)
+	@exec $(VENV)/bin/outstride run --method "$$OUTSTRIDE_METHOD" $(ARGS) -- "$$OUTSTRIDE_PROMPT"
 
 .PHONY: chat
 chat: $(VENV)/.run-stamp ## Talk to the model
 	@exec $(VENV)/bin/outstride chat --method "$$OUTSTRIDE_METHOD" $(ARGS)
 
+# Threads that spin while they wait bring a busy machine to a crawl: docs/experiments.md.
+test: export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: test
 test: $(VENV)/.test-stamp ## All checks, in the order in which they are likely to fail
 	$(VENV)/bin/ruff format --check .

@@ -40,14 +40,15 @@ class Series:
 
     @property
     def spread(self) -> float:
-        """The middle half of the durations is this wide: small means that the median is to be trusted."""
+        """How wide the middle half of the durations is; if small, the median can be trusted."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = quantiles(self.seconds, n=4, method="inclusive")
         return high - low
 
     def to_dict(self) -> dict[str, Any]:
-        return {"median": self.median, "spread": self.spread, "best": self.best}
+        found = {"median": self.median, "spread": self.spread, "best": self.best}
+        return {name: round(seconds, 7) for name, seconds in found.items()}
 
 
 def timed(call: Callable[[], object]) -> float:

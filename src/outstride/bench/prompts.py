@@ -4,8 +4,8 @@ Files that are understood (each may also be packed with gzip, `.gz`):
 
 - `.txt`: one prompt per line; empty lines are skipped. A prompt of several lines needs `.jsonl`.
 - `.jsonl`: one object per line, of any of these kinds:
-  - Spec-Bench: `question_id`, `category`, `turns`. The first turn is the prompt, the category is the
-    group; the eight kinds of MT-Bench make one group, `mt_bench`.
+  - Spec-Bench: `question_id`, `category`, `turns`. The first turn is the prompt, the category
+    is the group; the eight kinds of MT-Bench make one group, `mt_bench`.
   - GSM8K: `question`. HumanEval: `task_id`, `prompt`. They make groups of those names.
   - anything else with `prompt`; `group` (or `category`) and `id` are used if they are there.
 
@@ -52,14 +52,16 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
         raise InvalidPrompt(f"{path}: cannot be read: {error}") from error
     stem = file.name.partition(".")[0]
-    read = _from_text if kind == [".txt"] else _from_json
-    prompts = list(read(lines, stem, str(path)))
+    if kind == [".txt"]:
+        prompts = list(_from_text(lines, stem))
+    else:
+        prompts = list(_from_json(lines, stem, str(path)))
     if not prompts:
         raise InvalidPrompt(f"{path}: there is no prompt in it")
     return prompts
 
 
-def _from_text(lines: Sequence[str], stem: str, source: str) -> Iterator[BenchPrompt]:
+def _from_text(lines: Sequence[str], stem: str) -> Iterator[BenchPrompt]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield BenchPrompt(f"{stem}:{number}", stem, line.strip())
@@ -111,11 +113,11 @@ def spread(prompts: Sequence[BenchPrompt], limit: int | None) -> list[BenchPromp
 
 
 _PASSAGE = (
-    "The lighthouse at Harrow Point was built in 1871, after three ships had been lost on the reef in "
-    "a single winter. Its lamp burned whale oil at first, then paraffin, and from 1926 electricity. A "
-    "keeper and two assistants lived there with their families until 1984, when the light was made "
-    "automatic. The cottages stood empty for a decade; since 1995 they have housed a small museum, "
-    "which about nine thousand people visit each year."
+    "The lighthouse at Harrow Point was built in 1871, after three ships had been lost on the reef "
+    "in a single winter. Its lamp burned whale oil at first, then paraffin, and from 1926 "
+    "electricity. A keeper and two assistants lived there with their families until 1984, when the "
+    "light was made automatic. The cottages stood empty for a decade; since 1995 they have housed "
+    "a small museum, which about nine thousand people visit each year."
 )
 _ORDERS = (
     "Order 1041: Mira Okafor, 3 desk lamps, ships 4 May, paid.\n"
@@ -131,13 +133,17 @@ _CODE = (
 )
 _BUILT_IN: tuple[tuple[str, str, str], ...] = (
     ("sky", "chat", "Why does the sky look blue at noon and red in the evening?"),
-    ("interview", "chat", "How should I prepare for a job interview next week? Give me practical advice."),
+    (
+        "interview",
+        "chat",
+        "How should I prepare for a job interview next week? Give me practical advice.",
+    ),
     ("story", "chat", "Write a short story about a fox who is afraid of the dark."),
     (
         "translate-out",
         "translation",
-        "Translate into French: The train to Lyon leaves at nine o'clock, and the last one back leaves "
-        "at midnight.",
+        "Translate into French: The train to Lyon leaves at nine o'clock, and the last one back "
+        "leaves at midnight.",
     ),
     (
         "translate-in",
@@ -148,7 +154,7 @@ _BUILT_IN: tuple[tuple[str, str, str], ...] = (
     (
         "question",
         "question",
-        f"{_PASSAGE}\n\nWhen was the light made automatic, and what are the cottages used for today?",
+        f"{_PASSAGE}\n\nWhen was the light made automatic, and what are the cottages used for?",
     ),
     (
         "extract",
@@ -163,15 +169,19 @@ _BUILT_IN: tuple[tuple[str, str, str], ...] = (
     (
         "maths",
         "maths",
-        "A baker sells 24 loaves in the morning and half as many in the afternoon, at 3 dollars each. "
-        "How much does she earn in a day? Think step by step.",
+        "A baker sells 24 loaves in the morning and half as many in the afternoon, at 3 dollars "
+        "each. How much does she earn in a day? Think step by step.",
     ),
     (
         "code",
         "code",
         f"Make this Python function shorter, without changing what it does.\n\n{_CODE}",
     ),
-    ("list", "list", "Name the months of the year, each with how many days it has, as a numbered list."),
+    (
+        "list",
+        "list",
+        "Name the months of the year, each with how many days it has, as a numbered list.",
+    ),
 )
 
 

@@ -1,7 +1,7 @@
 """Plain decoding against a method, token for token, on prompts of the user's choice.
 
-An exact method promises the tokens of plain decoding, alone or in company. Here is where anybody can
-hold it to that: all prompts in batches under both, and some of them again one by one. Where the
+An exact method promises the tokens of plain decoding, alone or in company. Here is where anybody
+can hold it to that: all prompts in batches under both, and some of them again one by one. Where the
 texts part, one more pass over what they have in common shows how close the two tokens were.
 """
 
@@ -15,11 +15,12 @@ import numpy as np
 
 from outstride.bench import clock
 from outstride.bench.prompts import BenchPrompt
-from outstride.core.contracts import Acceptor, Drafter, Exactness, Method, Rounds
+from outstride.core.contracts import Acceptor, Exactness, Method, Rounds
 from outstride.core.graph import FloatArray, NodeId, Position, TokenId
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import View
+from outstride.draft.plain import Plain
 from outstride.errors import InvalidParams, OutstrideError
 from outstride.results import Completion, Result, Stats
 
@@ -29,7 +30,7 @@ BASELINE = "plain"
 class Spelling(Protocol):
     """The part of a tokenizer that a report needs."""
 
-    def decode(self, ids: Sequence[int], /) -> str: ...
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
 
 
 class Speaker(Protocol):
@@ -211,15 +212,12 @@ class ProofReport:
 # --- looking at the logits ------------------------------------------------------------------------
 
 
-class _LookDrafter(Drafter):
+class _LookDrafter(Plain):
     """One plain pass whose whole row of raw logits is wanted."""
 
-    name = "look"
-
     def propose(self, view: View, room: int) -> Rounds:
-        yield from ()
-        given = view.given()
-        return Proposal(given, given=len(given), wants=Wants(logits=True))
+        proposal = yield from super().propose(view, room)
+        return proposal.asking(Wants(logits=True))
 
 
 class _LookAcceptor(Acceptor):
@@ -290,7 +288,8 @@ def _diverge(
         if token is None or row is None:
             return Side(None, "", None, None)
         logit = float(row[token])
-        return Side(token, llm.tokenizer.decode([token]), logit, int((row > row[token]).sum()))
+        text = llm.tokenizer.decode([token], skip_special=False)
+        return Side(token, text, logit, int((row > row[token]).sum()))
 
     left, right = side(tokens[0]), side(tokens[1])
     gap = None

@@ -1,14 +1,14 @@
 """The result format: one JSON object that says what was measured, on what, and with which build.
 
-    {"kind": "step",                what was measured
-     "machine": {…},                cpu, cores, memory (bytes), accelerator, os
-     "versions": {…},               outstride, python and the libraries that do the work
-     "commit": "…" or null,         of the source, "+changes" if it was not clean
-     "settings": {…},               everything that was chosen
-     "samples": [{…}, …],           one per measured case: raw, so that others can sum up anew
-     "summary": {…},                what a reader looks at first
-     "started": "…",                UTC, ISO 8601
-     "seconds": 12.3}               how long it all took
+{"kind": "step",                what was measured
+ "machine": {…},                cpu, cores, memory (bytes), accelerator, os
+ "versions": {…},               outstride, python and the libraries that do the work
+ "commit": "…" or null,         of the source, "+changes" if it was not clean
+ "settings": {…},               everything that was chosen
+ "samples": [{…}, …],           one per measured case: raw, so that others can sum up anew
+ "summary": {…},                what a reader looks at first
+ "started": "…",                UTC, ISO 8601
+ "seconds": 12.3}               how long it all took
 """
 
 from __future__ import annotations
@@ -133,9 +133,7 @@ class BenchResult:
     machine: dict[str, Any] = field(default_factory=machine)
     versions: dict[str, str] = field(default_factory=versions)
     commit: str | None = field(default_factory=commit)
-    started: str = field(
-        default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds")
-    )
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     seconds: float = 0.0
     _clock: float = field(default_factory=clock.now, repr=False, compare=False)
 

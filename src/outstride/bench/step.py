@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from outstride.core.graph import chain
 from outstride.core.proposal import TARGET, Proposal, Wants
 from outstride.core.sequence import Table
 from outstride.engine.passes import Passes
-from outstride.errors import InvalidParams
+from outstride.errors import InvalidParams, OutOfMemory
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (0, 128, 512, 1024, 2048)
@@ -29,7 +30,6 @@ SEQUENCES = (1, 4, 16)
 CACHED = 128
 CHUNK = 256
 """How many tokens a pass reads while the cache is being filled."""
-_FULL = "the cache has too few pages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class StepReport:
                 "nodes": case.nodes,
                 "cached": case.cached,
                 "sequences": case.sequences,
-                "seconds": series.seconds,
+                "seconds": [round(seconds, 7) for seconds in series.seconds],
                 **series.to_dict(),
             }
             for case, series in self.series.items()
@@ -97,72 +97,115 @@ def cases(
     ]
 
 
+class _Watch:
+    """Counts passes, done and still expected, for whoever shows progress."""
+
+    def __init__(self, show: Callable[[int, int], None] | None) -> None:
+        self._show = show
+        self._done = 0
+        self.expected = 0
+
+    def tick(self) -> None:
+        self._done += 1
+        if self._show is not None:
+            self._show(self._done, max(self._done, self.expected))
+
+
 class _Bed:
     """Tables with real entries in them, and passes over them."""
 
-    def __init__(self, passes: Passes, seed: int) -> None:
+    def __init__(self, passes: Passes, seed: int, watch: _Watch) -> None:
         self._passes = passes
         self._model = passes.models[TARGET]
         self._pool = passes.pools[TARGET]
         self._random = np.random.default_rng(seed)
-        self._tables: list[Table] = []
+        self._watch = watch
+        self._all: list[Table] = []
+        self._single: dict[int, Table] = {}
+        self._crowds: dict[int, list[Table]] = {}
 
-    def room(self, case: StepCase) -> str | None:
+    # --- making entries ---------------------------------------------------------------------------
+
+    def prepare(self, wanted: Sequence[StepCase]) -> None:
+        """Tables for all cases, as far as there is room.
+
+        Single tables of several lengths are cut from one long one. Sequences that share a pass have
+        entries of their own, as strangers' requests do.
+        """
+        for case in sorted(wanted, key=lambda c: -c.cached):
+            if self.tables(case) is None and case.sequences == 1:
+                if self._single:
+                    longest = next(iter(self._single.values()))
+                    self._all.append(self._pool.fork(longest, case.cached))
+                    self._single[case.cached] = self._all[-1]
+                elif (opened := self._open(1, case.cached)) is not None:
+                    self._single[case.cached] = opened[0]
+        for case in sorted(wanted, key=lambda c: -c.sequences):
+            if (
+                self.tables(case) is None
+                and (opened := self._open(case.sequences, case.cached)) is not None
+            ):
+                self._crowds[case.cached] = opened
+
+    def tables(self, case: StepCase) -> list[Table] | None:
+        """The tables of a case, if it has any."""
+        if case.sequences == 1:
+            single = self._single.get(case.cached)
+            return None if single is None else [single]
+        crowd = self._crowds.get(case.cached, [])
+        return crowd[: case.sequences] if len(crowd) >= case.sequences else None
+
+    def _open(self, count: int, entries: int) -> list[Table] | None:
+        if count * (self._pool.pages_for(entries) + 1) > self._pool.available:
+            return None
+        tables = [Table() for _ in range(count)]
+        self._all += tables
+        chunk = max(1, CHUNK // count)
+        self._watch.expected += -(-entries // chunk)
+        while (left := entries - len(tables[0])) > 0:
+            self._grow(tables, min(left, chunk))
+            self._watch.tick()
+        return tables
+
+    def _grow(self, tables: Sequence[Table], nodes: int) -> None:
+        """Reads random tokens and keeps their entries."""
+        work = self._work(tables, nodes, nodes, Wants(nodes=()))
+        self._model.forward(work).wait()
+        for item in work:
+            positions = item.proposal.graph.positions
+            self._passes.move(TARGET, self._pool.commit(item.table, positions, range(nodes)))
+
+    def close(self) -> None:
+        for table in self._all:
+            self._pool.close(table)
+
+    # --- passes -----------------------------------------------------------------------------------
+
+    def obstacle(self, case: StepCase) -> str | None:
         """Why a case cannot be run, if it cannot."""
         if case.cached + case.nodes > self._model.context:
             return f"the model's context holds {self._model.context}"
+        pages = case.sequences * (self._pool.pages_for(case.nodes) + 1)  # one may be copied
+        if self.tables(case) is None or pages > self._pool.available:
+            return "the cache has too few pages"
         return None
 
-    def fits(self, case: StepCase) -> bool:
-        """Whether there are pages for the nodes of a pass, a copied page for each table included."""
-        return case.sequences * (self._pool.pages_for(case.nodes) + 1) <= self._pool.available
-
-    def work(self, tables: Sequence[Table], nodes: int, given: int, wants: Wants) -> list[Work]:
+    def _work(self, tables: Sequence[Table], nodes: int, given: int, wants: Wants) -> list[Work]:
         found = []
         for table in tables:
             moves = self._pool.reserve(table, nodes)
             if moves is None:
-                raise InvalidParams("the cache has no room for this case")
+                raise OutOfMemory(f"the cache has no room for {nodes} more entries")
             self._passes.move(TARGET, moves)
             tokens = self._random.integers(self._model.vocab_size, size=nodes)
             proposal = Proposal(chain(tokens, len(table)), given=given, wants=wants)
             found.append(Work(proposal, table, self._pool.slots(table, nodes)))
         return found
 
-    def grow(self, tables: Sequence[Table], nodes: int) -> None:
-        """Reads random tokens and keeps their entries."""
-        work = self.work(tables, nodes, nodes, Wants(nodes=()))
-        self._model.forward(work).wait()
-        for item in work:
-            positions = item.proposal.graph.positions
-            self._passes.move(
-                TARGET, self._pool.commit(item.table, positions, range(nodes))
-            )
-
-    def open(self, count: int, entries: int) -> list[Table] | None:
-        """Tables with that many entries of their own; None if they do not fit."""
-        if count * (self._pool.pages_for(entries) + 1) > self._pool.available:
-            return None
-        tables = [Table() for _ in range(count)]
-        self._tables += tables
-        while (left := entries - len(tables[0])) > 0:
-            self.grow(tables, min(left, max(1, CHUNK // count)))
-        return tables
-
-    def fork(self, table: Table, entries: int) -> Table:
-        """A shorter table over the entries of a longer one."""
-        self._tables.append(self._pool.fork(table, entries))
-        return self._tables[-1]
-
-    def close(self) -> None:
-        for table in self._tables:
-            self._pool.close(table)
-        self._tables.clear()
-
     @contextmanager
-    def once(self, tables: Sequence[Table], nodes: int) -> Iterator[Callable[[], object]]:
+    def once(self, case: StepCase) -> Iterator[Callable[[], object]]:
         """One pass to be timed; its entries are dropped again."""
-        work = self.work(tables, nodes, 1, Wants())
+        work = self._work(self.tables(case) or (), case.nodes, 1, Wants())
         yield lambda: self._model.forward(work).wait()
         for item in work:
             self._pool.commit(item.table, item.proposal.graph.positions, ())
@@ -182,47 +225,16 @@ def measure(
         raise InvalidParams("repeat must be at least 1")
     if passes.visions[TARGET].block is not None:
         raise InvalidParams("bench step times chains, which only causal models read")
-    bed = _Bed(passes, seed)
-    skipped: dict[StepCase, str] = {}
-    runs: dict[StepCase, clock.Case] = {}
+    watch = _Watch(progress)
+    watch.expected = len(wanted) * (repeat + warmups)
+    bed = _Bed(passes, seed, watch)
     try:
-        single = [case for case in wanted if case.sequences == 1]
-        fitting = []
-        for case in single:
-            if (reason := bed.room(case)) is not None:
-                skipped[case] = reason
-            else:
-                fitting.append(case)
-        tables: dict[int, Table] = {}
-        for case in sorted(fitting, key=lambda c: -c.cached):
-            if case.cached in tables:
-                continue
-            if tables:
-                tables[case.cached] = bed.fork(next(iter(tables.values())), case.cached)
-            elif (opened := bed.open(1, case.cached)) is not None:
-                tables[case.cached] = opened[0]
-        for case in wanted:
-            if case in skipped:
-                continue
-            group = [tables[case.cached]] if case in single and case.cached in tables else None
-            if case.sequences > 1:
-                group = bed.open(case.sequences, case.cached) if not bed.room(case) else None
-            if group is None:
-                skipped[case] = bed.room(case) or _FULL
-            else:
-                runs[case] = lambda g=group, n=case.nodes: bed.once(g, n)  # type: ignore[misc]
-        for case in [case for case in runs if not bed.fits(case)]:
-            skipped[case] = _FULL
-            del runs[case]
-        total, done = len(runs) * (repeat + warmups), 0
-
-        def tick() -> None:
-            nonlocal done
-            done += 1
-            if progress is not None:
-                progress(done, total)
-
-        series = clock.in_turns(runs, repeat=repeat, warmups=warmups, tick=tick)
+        context = passes.models[TARGET].context
+        bed.prepare([case for case in wanted if case.cached + case.nodes <= context])
+        skipped = {case: reason for case in wanted if (reason := bed.obstacle(case)) is not None}
+        watch.expected -= len(skipped) * (repeat + warmups)
+        runs = {case: partial(bed.once, case) for case in wanted if case not in skipped}
+        series = clock.in_turns(runs, repeat=repeat, warmups=warmups, tick=watch.tick)
     finally:
         bed.close()
     return StepReport(series, skipped)

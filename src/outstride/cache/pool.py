@@ -178,12 +178,23 @@ class PagePool:
         table.shared = min(table.shared, len(table.pages))
 
     def publish(self, table: Table, tokens: Sequence[int], salt: str = "") -> None:
-        """Files the table's full pages in the prefix tree, if they hold the tokens in order."""
+        """Files the table's full pages in the prefix tree, if they hold the tokens in order.
+
+        A page whose twin is in the tree already is given back for the twin, so whoever holds a page
+        of the tree holds all pages above it.
+        """
         full = min(table.fresh, len(tokens)) // self.page_size
         if full <= table.shared or not table.ordered:
             return
-        for page in self._tree.insert(tokens, table.pages[:full], salt):
-            self._refs[page] += 1
+        for i, page in enumerate(self._tree.insert(tokens, table.pages[:full], salt)):
+            if i < table.shared:
+                continue
+            if page == table.pages[i]:
+                self._refs[page] += 1  # the tree's own hold
+            else:
+                self._hold(page)
+                self._drop(table.pages[i])
+                table.pages[i] = page
         table.shared = full
 
     def fork(self, table: Table, entries: int) -> Table:

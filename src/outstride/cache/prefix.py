@@ -57,12 +57,12 @@ class PrefixTree:
         return pages
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], salt: str) -> list[int]:
-        """Files the pages of a prefix of full pages; returns those that were new to the tree.
+        """Files a prefix of full pages; returns the page that the tree has for each of them.
 
-        Where another page already holds the same tokens, that one stays, and what follows is filed
-        below it: equal prefixes have equal entries.
+        Where another page already holds the same tokens, that one stays: equal prefixes have equal
+        entries.
         """
-        leaf, added, size = self._root(salt), [], self._page_size
+        leaf, filed, size = self._root(salt), [], self._page_size
         for i, page in enumerate(pages):
             key = tuple(tokens[i * size : (i + 1) * size])
             child = leaf.children.get(key)
@@ -70,10 +70,10 @@ class PrefixTree:
                 child = Leaf(page=page, key=key, parent=leaf, used=0)
                 leaf.children[key] = child
                 self._leaves[page] = child
-                added.append(page)
             self._touch(child)
+            filed.append(child.page)
             leaf = child
-        return added
+        return filed
 
     def _touch(self, leaf: Leaf) -> None:
         leaf.used = next(self._clock)

@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from outstride.core.graph import BoolArray, FloatArray, IntArray, TokenGraph
+from outstride.core.graph import BoolArray, FloatArray, IntArray, NodeId, TokenGraph
 from outstride.core.proposal import Proposal, Scores, Verdict
 from outstride.core.sequence import Table, View
 
@@ -170,13 +170,16 @@ class Model(Protocol):
 
 
 def agreeing(graph: TokenGraph, given: int, tokens: Sequence[int]) -> list[int]:
-    """The nodes of a causal graph that lie on the settled path: the given ones, then matches."""
+    """The nodes of a causal graph that lie on the settled path: the given ones, then matches.
+
+    The last settled token is left out, so that a model always has something to read: the node whose
+    scores say what comes next.
+    """
     path = list(range(given))
-    node: Any = given - 1
-    while True:
-        children = graph.children(node)
-        position = int(graph.positions[children[0]]) if children else len(tokens)
-        node = graph.follow(node, tokens[position]) if position < len(tokens) else None
-        if node is None:
-            return path
-        path.append(node)
+    node: NodeId | None = NodeId(given - 1)
+    while node is not None and (children := graph.children(node)):
+        position = int(graph.positions[children[0]])
+        node = graph.follow(node, tokens[position]) if position < len(tokens) - 1 else None
+        if node is not None:
+            path.append(node)
+    return path

@@ -40,6 +40,18 @@ class Plan:
     moves: Moves = field(default_factory=Moves)
 
 
+class _Demands(dict[Sequence, Demand]):
+    """What each sequence's method asked for, asked once per plan."""
+
+    def __init__(self, ask: Callable[[Sequence], Demand]) -> None:
+        super().__init__()
+        self._ask = ask
+
+    def __missing__(self, sequence: Sequence) -> Demand:
+        self[sequence] = self._ask(sequence)
+        return self[sequence]
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """How much one pass may take on."""
@@ -105,6 +117,9 @@ class Scheduler:
         """Shares out the next pass."""
         self._clock += 1
         plan, budget = Plan(), self.limits.nodes
+        demands = _Demands(demand_of)
+        for sequence in list(self.running):
+            demands[sequence]
         order = sorted(self.running, key=lambda s: (self._served.get(s.id, 0), s.id))
         order.sort(key=lambda s: self._pending(s) > 1)  # stable: readers come last
         preempted = False
@@ -112,7 +127,7 @@ class Scheduler:
             if sequence.status is not Status.RUNNING:
                 preempted = True
                 continue
-            share = self._least(sequence, demand_of(sequence), budget, plan)
+            share = self._least(sequence, demands[sequence], budget, plan)
             if share is None:
                 continue
             if not self._reserve(share, plan):
@@ -121,8 +136,8 @@ class Scheduler:
             budget -= share.given + share.room
             plan.shares.append(share)
         if not preempted:
-            budget = self._admit(plan, demand_of, budget)
-        self._widen(plan, demand_of, budget)
+            budget = self._admit(plan, demands, budget)
+        self._widen(plan, demands, budget)
         for share in plan.shares:
             self._served[share.sequence.id] = self._clock
         return plan
@@ -162,10 +177,13 @@ class Scheduler:
             if victim is share.sequence:
                 return False
 
-    def _admit(self, plan: Plan, demand_of: Callable[[Sequence], Demand], budget: int) -> int:
+    def _admit(self, plan: Plan, demands: _Demands, budget: int) -> int:
         """Takes in waiting sequences while nodes and pages last."""
         while self.waiting and len(self.running) < self.limits.sequences and budget > 0:
             sequence = self.waiting[0]
+            demand = demands[sequence]
+            if sequence.status is Status.FINISHED:
+                continue  # its method failed to say what it wants
             reuse = sequence.params.prompt_logprobs is None or len(sequence.output) > 0
             table = self._pool.open(sequence.tokens, sequence.salt, reuse=reuse)
             unread = len(sequence.tokens) - len(table)
@@ -173,7 +191,7 @@ class Scheduler:
                 self._pool.close(table)
                 break
             sequence.tables = {TARGET: table}
-            share = self._least(sequence, demand_of(sequence), budget, plan)
+            share = self._least(sequence, demand, budget, plan)
             moves = self._pool.reserve(table, share.given + share.room) if share else None
             if share is None or moves is None:
                 self._pool.close(table)
@@ -188,11 +206,11 @@ class Scheduler:
             plan.shares.append(share)
         return budget
 
-    def _widen(self, plan: Plan, demand_of: Callable[[Sequence], Demand], budget: int) -> None:
+    def _widen(self, plan: Plan, demands: _Demands, budget: int) -> None:
         """Gives drafts what is left."""
         wishes = []
         for share in plan.shares:
-            demand = demand_of(share.sequence)
+            demand = demands[share.sequence]
             extra = demand.most - share.room
             if share.given == self._pending(share.sequence) and extra > 0:
                 wishes.append((demand.gain / demand.most, share, extra))

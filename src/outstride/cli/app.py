@@ -1,0 +1,71 @@
+"""The program: its arguments, its commands, and the one place where errors become exit codes.
+
+0    done
+1    an error of the package, a file that cannot be read, or a proof that failed
+2    the command line itself is wrong
+130  interrupted by Ctrl-C
+141  whoever read the output went away
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+import outstride
+from outstride.cli import bench, chat, methods, models, prove, run, screen
+from outstride.cli.context import Context, usual
+
+COMMANDS = (run, chat, methods, models, bench, prove)
+
+FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="outstride",
+        description="Parallel text generation: same model, same seed, same text, fewer passes.",
+        epilog="Set OUTSTRIDE_DEBUG=1 to see the traceback of an error.",
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"outstride {outstride.__version__}")
+    commands = top.add_subparsers(metavar="COMMAND", dest="command")
+    for command in COMMANDS:
+        command.add(commands)
+    return top
+
+
+def main(argv: Sequence[str] | None = None, *, context: Context | None = None) -> int:
+    """Runs a command and returns its exit code."""
+    top = parser()
+    try:
+        args = top.parse_args(argv)
+    except SystemExit as stop:  # argparse has said what is wrong, or shown the help
+        return stop.code if isinstance(stop.code, int) else USAGE
+    if args.command is None:
+        top.print_help(sys.stderr)
+        return USAGE
+    try:
+        code = int(args.action(args, context or usual()))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _let_go_of_stdout()
+        return BROKEN_PIPE
+    except Exception as error:
+        if screen.debugging():
+            raise
+        screen.complain(error)
+        return FAILED
+
+
+def _let_go_of_stdout() -> None:
+    """Python flushes standard output when it ends, which would complain about the pipe again."""
+    with suppress(OSError, ValueError):  # standard output may be no file at all
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

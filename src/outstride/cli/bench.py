@@ -1,0 +1,160 @@
+"""`outstride bench …`: measurements, as tables for people and one JSON object at the end."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from outstride.cli import screen
+from outstride.cli.context import DEFAULT_MODEL, Context
+
+if TYPE_CHECKING:
+    from outstride.bench.result import BenchResult
+    from outstride.bench.step import StepReport
+
+
+def _numbers(text: str) -> list[int]:
+    """`1,2,4` as numbers, each once."""
+    try:
+        return list(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"write whole numbers with commas between them, not {text!r}"
+        ) from None
+
+
+def add(commands: Any) -> None:
+    """Adds the command and its own commands."""
+    parser = commands.add_parser(
+        "bench", help="measure", description="Measurements.", allow_abbrev=False
+    )
+    parser.set_defaults(action=lambda _args, _context: _choose(parser))
+    kinds = parser.add_subparsers(metavar="WHAT", dest="what")
+    step = kinds.add_parser(
+        "step",
+        help="what one pass of the model costs",
+        description="Times one pass of the model against the number of nodes, against cached "
+        "length, and for several sequences at once. The last line is one JSON object.",
+        allow_abbrev=False,
+    )
+    step.add_argument("--model", default=DEFAULT_MODEL, help=f"(default {DEFAULT_MODEL})")
+    step.add_argument(
+        "--nodes",
+        type=_numbers,
+        default=[1, 2, 4, 8, 16, 32, 64],
+        metavar="N,N,…",
+        help="numbers of nodes in a pass (default 1,2,4,8,16,32,64)",
+    )
+    step.add_argument(
+        "--cached", type=int, default=128, metavar="N", help="entries before them (default 128)"
+    )
+    step.add_argument(
+        "--lengths",
+        type=_numbers,
+        default=[0, 128, 512, 1024, 2048],
+        metavar="N,N,…",
+        help="cached lengths before one node (default 0,128,512,1024,2048)",
+    )
+    step.add_argument(
+        "--sequences",
+        type=_numbers,
+        default=[1, 4, 16],
+        metavar="N,N,…",
+        help="numbers of sequences with one node each (default 1,4,16)",
+    )
+    step.add_argument(
+        "--repeat", type=int, default=7, metavar="N", help="runs of each, in turns (default 7)"
+    )
+    output(step)
+    step.set_defaults(action=run_step)
+
+
+def _choose(parser: argparse.ArgumentParser) -> int:
+    parser.print_help()
+    return 2
+
+
+def output(parser: argparse.ArgumentParser) -> None:
+    """Options of everything that has a result."""
+    parser.add_argument(
+        "--json", action="store_true", help="print the JSON object and nothing else"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the result to a file, too")
+
+
+def deliver(result: BenchResult, args: argparse.Namespace) -> None:
+    """Writes a result where it was asked for."""
+    if args.out is not None:
+        from outstride.bench import result as results
+
+        results.write(result, args.out)
+        screen.note(f"written to {args.out}")
+
+
+def run_step(args: argparse.Namespace, context: Context) -> int:
+    """Measures passes."""
+    from outstride.bench import step
+    from outstride.bench.result import BenchResult
+
+    wanted = step.cases(args.nodes, args.cached, args.lengths, args.sequences)
+    with context.load(args.model) as llm:
+        settings = {
+            "model": llm.name,
+            "fingerprint": llm.fingerprint,
+            "nodes": args.nodes,
+            "cached": args.cached,
+            "lengths": args.lengths,
+            "sequences": args.sequences,
+            "repeat": args.repeat,
+            "warmups": 1,
+        }
+        result = BenchResult("step", settings)
+        with screen.bar("passes") as progress:
+            report = step.measure(
+                llm.engine.passes, wanted, repeat=args.repeat, warmups=1, progress=progress
+            )
+        result.finish(report.samples(), report.summary())
+    if not args.json:
+        _print_step(report, result)
+    deliver(result, args)
+    print(result.to_json(), flush=True)
+    return 0
+
+
+def _print_step(report: StepReport, result: BenchResult) -> None:
+    from rich.table import Table
+
+    console = screen.console()
+    machine, settings = result.machine, result.settings
+    console.print(
+        f"[bold]One pass of {settings['model']}[/bold]: median of {settings['repeat']}, in "
+        f"milliseconds, on {machine['accelerator'] or machine['cpu']}, {machine['cores']} cores"
+    )
+    headings = {
+        "nodes": f"A chain of nodes behind {settings['cached']} cached entries",
+        "cached": "One node behind cached entries",
+        "sequences": f"One node each for several sequences behind {settings['cached']} entries",
+    }
+    for sweep, heading in headings.items():
+        rows = [(case, series) for case, series in report.series.items() if case.sweep == sweep]
+        if not rows:
+            continue
+        table = Table(box=None, pad_edge=False)
+        for name in (sweep, "ms", "spread", "x first", "ms per node"):
+            table.add_column(name, justify="right")
+        first = rows[0][1].median
+        for case, series in rows:
+            table.add_row(
+                str(case.value),
+                f"{series.median * 1e3:.2f}",
+                f"{series.spread * 1e3:.2f}",
+                f"{series.median / first:.2f}",
+                f"{series.median * 1e3 / (case.nodes * case.sequences):.2f}",
+            )
+        console.print(f"\n{heading}", style="italic")
+        console.print(table)
+    for case, reason in report.skipped.items():
+        console.print(f"left out: {case.sweep} {case.value}: {reason}", style="yellow")
+    if any(s.spread > s.median / 3 for s in report.series.values()):
+        console.print("durations vary by a third or more: is the machine busy?", style="yellow")
+    console.print()

@@ -1,0 +1,105 @@
+"""Where tokens came from, and how likely they were, made visible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from rich.table import Table
+from rich.text import Text
+
+from outstride.cli import screen
+from outstride.core.sequence import Provenance
+from outstride.results import Completion
+
+Decode = Callable[[Sequence[int]], str]
+
+_STYLES = {"drafted": "black on green", "bonus": "black on yellow", "plain": ""}
+_MARKS = {"drafted": ("[", "]"), "bonus": ("(", ")"), "plain": ("", "")}
+"""For output without colours."""
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+def _pieces(decode: Decode, rows: Sequence[Provenance]) -> list[tuple[str, Provenance]]:
+    """The text that each token added; one that ends within a character waits for the next."""
+    found, waiting = [], list[int]()
+    for row in rows:
+        waiting.append(row.token)
+        text = decode(waiting)
+        if text.endswith(_UNFINISHED) and len(waiting) < 4:
+            continue
+        found.append((screen.clean(text) or f"‹{row.token}›", row))
+        waiting = []
+    if waiting:
+        found.append((decode(waiting), rows[-1]))
+    return found
+
+
+def show(decode: Decode, output: Completion) -> None:
+    """The answer in colours, and a table of its passes."""
+    console, rows = screen.console(), output.trace or []
+    coloured = console.is_terminal and not console.no_color
+    text = Text()
+    for kind, group in groupby(_pieces(decode, rows), key=lambda piece: piece[1].kind):
+        for piece, _ in group:
+            if coloured or kind == "plain":
+                text.append(piece, style=_STYLES[kind])
+            else:
+                left, right = _MARKS[kind]
+                text.append(f"{left}{piece}{right}")
+    console.print()
+    console.print(text, soft_wrap=not coloured)
+    console.print()
+    console.print(_legend(rows, coloured=coloured))
+    console.print()
+    table = Table(box=None, pad_edge=False)
+    for name in ("pass", "tokens", "drafted"):
+        table.add_column(name, justify="right")
+    table.add_column("from")
+    table.add_column("text", overflow="fold")
+    for step, batch in groupby(rows, key=lambda row: row.step):
+        passed = list(batch)
+        sources = dict.fromkeys(row.source for row in passed if row.kind == "drafted")
+        table.add_row(
+            str(step),
+            str(len(passed)),
+            str(sum(row.kind == "drafted" for row in passed)),
+            ", ".join(sources) or "-",
+            Text(screen.token_text(decode([row.token for row in passed]))),
+        )
+    console.print(table)
+    console.print()
+
+
+def _legend(rows: Sequence[Provenance], *, coloured: bool) -> Text:
+    meanings = {
+        "drafted": "guessed, then confirmed",
+        "bonus": "the model's own, behind a guess",
+        "plain": "nothing was guessed",
+    }
+    lines = []
+    for kind, meaning in meanings.items():
+        count = sum(row.kind == kind for row in rows)
+        left, right = ("", "") if coloured else _MARKS[kind]
+        name = (f"{left}{kind}{right}", _STYLES[kind] if coloured else "")
+        lines.append(Text.assemble(name, f" {count}: {meaning}"))
+    return Text("\n").join(lines)
+
+
+def show_logprobs(decode: Decode, output: Completion) -> None:
+    """A table of tokens with their log-probabilities under the raw logits."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("token")
+    table.add_column("logprob", justify="right")
+    table.add_column("likeliest")
+    for row in output.logprobs or ():
+        top = "  ".join(
+            f"{screen.token_text(decode([token])) or token!s} {value:.3f}"
+            for token, value in row.top.items()
+        )
+        own = screen.token_text(decode([row.token_id])) or f"‹{row.token_id}›"
+        table.add_row(Text(own), f"{row.logprob:.3f}", Text(top))
+    console = screen.console()
+    console.print()
+    console.print(table)
+    console.print()

@@ -1,0 +1,339 @@
+"""Every shape of parallel decoding that the nouns must carry, each as a small method.
+
+None of them needs a special case in the loop; that is what they are here to show. Masks are the
+toy's first extra row. Models that see in blocks score a node for its own position (offset 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from outstride.accept.match import Match
+from outstride.core.contracts import Acceptor, Demand, Drafter, Rounds
+from outstride.core.graph import (
+    NodeId,
+    Position,
+    TokenGraph,
+    TokenId,
+    alternatives,
+    block,
+    chain,
+    union,
+)
+from outstride.core.proposal import Proposal, Scores, Verdict, Wants
+from outstride.core.sequence import View
+from tests.conformance.harness import VOCABULARY
+
+MASK = VOCABULARY
+
+
+def _room(view: View, most: int) -> Demand:
+    return Demand(most=max(0, min(most, view.limit - view.end - 1)), gain=1.0)
+
+
+class JacobiWindow(Drafter):
+    """Jacobi: guesses for the next positions refine themselves, beside an n-gram branch."""
+
+    size = 4
+
+    def demand(self, view: View) -> Demand:
+        return _room(view, 2 * self.size)
+
+    def propose(self, view: View, room: int) -> Rounds:
+        yield from ()
+        given = view.given()
+        window = (view.state or [1] * self.size)[: room // 2]
+        tokens = view.tokens
+        twin = [i for i in range(len(tokens) - 1) if tokens[i] == tokens[-1]][-1:]
+        copied = tokens[twin[0] + 1 :][: room // 2] if twin else []
+        branches = union(chain(window, view.end), chain(copied, view.end))
+        return Proposal(given.grow(branches), len(given))
+
+    def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> Any:
+        first = proposal.given - 1
+        refined = [int(scores.best[i, 0]) for i in range(min(self.size + 1, len(scores.nodes)))]
+        del first
+        return (refined[len(verdict.settled) :] + [1] * self.size)[: self.size]
+
+
+class Heads(Drafter):
+    """Heads on the hidden state of the last accepted node, taken from the pages."""
+
+    def demand(self, view: View) -> Demand:
+        return _room(view, 2)
+
+    def propose(self, view: View, room: int) -> Rounds:
+        yield from ()
+        given = view.given()
+        draft: list[int] = []
+        if room > 0 and view.pending() == 1 and view.end >= 2:
+            feature = view.feature(view.end - 2)
+            if view.state is not None:  # the pages and the last pass tell the same story
+                np.testing.assert_array_equal(feature, view.state)
+            seed = int(feature.view(np.uint32)[0])
+            draft = [(seed >> (5 * i)) % VOCABULARY for i in range(min(room, 2))]
+        proposal = Proposal(given.grow(chain(draft, view.end)), len(given))
+        return proposal.asking(Wants(hidden=(1,)))
+
+    def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> Any:
+        return scores.hidden[1][verdict.keep[-1]]
+
+
+class EarlyExit(Drafter):
+    """The target's first layer drafts; its second goes on from there for all nodes at once."""
+
+    length = 4
+
+    def demand(self, view: View) -> Demand:
+        return _room(view, self.length)
+
+    def propose(self, view: View, room: int) -> Rounds:
+        given = view.given()
+        if room <= 0:
+            return Proposal(given, len(given))
+        graph, states = given, []
+        for i in range(room + 1):
+            if i > 0:
+                graph = graph.grow(chain([token], view.end + i - 1))
+            wants = Wants(nodes=(len(graph) - 1,), hidden=(1,))
+            scores = yield Proposal(graph, len(given), layers=(0, 1), wants=wants)
+            states.append(scores.hidden[1])
+            token = scores.token(NodeId(len(graph) - 1))
+        return Proposal(graph, len(given), layers=(1, 2), hidden=np.concatenate(states))
+
+
+class WhileVerifying(Drafter):
+    """The draft model goes on writing while the target scores what it wrote before."""
+
+    models = ("draft",)
+    length = 3
+
+    def demand(self, view: View) -> Demand:
+        return _room(view, self.length)
+
+    def propose(self, view: View, room: int) -> Rounds:
+        given, own = view.given(), view.given("draft")
+        draft = list(view.state or [])[:room]
+        while len(draft) < room:
+            draft.append((yield from self._next(own, draft, view)))
+        return Proposal(given.grow(chain(draft, view.end)), len(given))
+
+    def _next(
+        self, own: TokenGraph, draft: list[int], view: View
+    ) -> Generator[Proposal, Scores, int]:
+        graph = own.grow(chain(draft, view.end))
+        wants = Wants(nodes=(len(graph) - 1,))
+        scores = yield Proposal(graph, len(own), "draft", wants=wants)
+        return scores.token(NodeId(len(graph) - 1))
+
+    def ahead(self, view: View, proposal: Proposal) -> Generator[Proposal, Scores, Any]:
+        draft = [int(t) for t in proposal.graph.tokens[proposal.given :]]
+        own = view.given("draft")
+        if not draft:
+            return []
+        for _ in range(2):
+            draft.append((yield from self._next(own, draft, view)))
+        return draft
+
+    def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> Any:
+        written, settled = view.state or [], list(verdict.settled.values())
+        return written[len(settled) :] if written[: len(settled)] == settled else []
+
+
+class Forking(Match):
+    """Match, and one fork at the node that settles the third token."""
+
+    def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
+        verdict = super().accept(view, proposal, scores)
+        third = view.prompt_length + 2
+        if view.index == 0 and third in verdict.settled:
+            node = next(n for n in verdict.keep if proposal.graph.positions[n] == third - 1)
+            return replace(verdict, forks={node: 1})
+        return verdict
+
+
+class Siblings(Drafter):
+    """Siblings draft for each other: what one said behind these two tokens, another may say."""
+
+    def demand(self, view: View) -> Demand:
+        return _room(view, 4)
+
+    def propose(self, view: View, room: int) -> Rounds:
+        yield from ()
+        given, ending, draft = view.given(), view.tokens[-2:], []
+        for sibling in view.siblings if room > 0 else ():
+            said = sibling.tokens
+            for i in range(sibling.prompt_length, len(said) - 2):
+                if said[i : i + 2] == ending:
+                    draft = said[i + 2 : i + 2 + room]
+        return Proposal(given.grow(chain(draft, view.end)), len(given))
+
+
+# --- masked models --------------------------------------------------------------------------------
+
+
+def _filled(view: View, position: int) -> int:
+    token = view.token_at(position)
+    return MASK if token is None else int(token)
+
+
+class MaskedBlock(Drafter):
+    """A block of masks, filled in over several passes; kept once it is read as plain tokens."""
+
+    size = 4
+
+    def area(self, view: View) -> range:
+        """The positions of the block that is being filled."""
+        start = view.end // self.size * self.size
+        return range(start, start + self.size)
+
+    def demand(self, view: View) -> Demand:
+        return Demand(least=self.size, most=self.size, gain=1.0)
+
+    def propose(self, view: View, room: int) -> Rounds:
+        yield from ()
+        given = view.given()
+        if room <= 0:
+            return Proposal(given, len(given), offset=0)
+        canvas = block([_filled(view, p) for p in self.area(view)], positions=self.area(view))
+        return Proposal(given.grow(canvas), len(given), offset=0, wants=Wants(logprobs=0))
+
+
+def _guesses(graph: TokenGraph, scores: Scores, nodes: range) -> list[tuple[float, int, int]]:
+    """(confidence, position, token) of the masked nodes, surest first."""
+    found = []
+    for node in nodes:
+        if graph.tokens[node] == MASK:
+            row = scores.row(NodeId(node))
+            ((token, value), *_) = scores.logprobs[row]
+            found.append((value, int(graph.positions[node]), token))
+    return sorted(found, key=lambda g: (-g[0], g[1]))
+
+
+class Unmask(Acceptor):
+    """Settles the surest masks, `count` of them per pass."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.count = count
+
+    def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
+        nodes = range(proposal.given, len(proposal.graph))
+        chosen = _guesses(proposal.graph, scores, nodes)[: self.count]
+        return Verdict(
+            settled={Position(p): TokenId(t) for _, p, t in chosen},
+            keep=tuple(NodeId(i) for i in range(proposal.given)),
+        )
+
+
+class RivalBlocks(MaskedBlock):
+    """The block as it is, beside the block as it will be if the next guess holds."""
+
+    def demand(self, view: View) -> Demand:
+        return Demand(least=self.size, most=2 * self.size, gain=2.0)
+
+    def propose(self, view: View, room: int) -> Rounds:
+        proposal = yield from super().propose(view, room)
+        area = self.area(view)
+        if room < 2 * self.size or not view.state or view.state[0] not in area:
+            return proposal
+        position, token = view.state
+        now = [_filled(view, p) for p in area]
+        if now[position - area.start] != MASK:
+            return proposal
+        then = [token if p == position else t for p, t in zip(area, now, strict=True)]
+        rivals = alternatives(block(now, positions=area), block(then, positions=area))
+        return replace(proposal, graph=view.given().grow(rivals))
+
+    def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> Any:
+        nodes = range(proposal.given, proposal.given + self.size)
+        left = [g for g in _guesses(proposal.graph, scores, nodes) if g[1] not in verdict.settled]
+        return (left[0][1], left[0][2]) if left else None
+
+
+class VerifyRivals(Unmask):
+    """One step of `Unmask`, and a second one if the first did what the rival block assumed."""
+
+    def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
+        size, start, graph = MaskedBlock.size, proposal.given, proposal.graph
+        [(_, position, token), *_] = _guesses(graph, scores, range(start, start + size))
+        settled = {Position(position): TokenId(token)}
+        rival = range(start + size, len(graph))
+        if any(graph.positions[n] == position and graph.tokens[n] == token for n in rival):
+            for _, p, t in _guesses(graph, scores, rival)[:1]:
+                settled[Position(p)] = TokenId(t)
+        return Verdict(settled=settled, keep=tuple(NodeId(i) for i in range(start)))
+
+
+class Pipeline(MaskedBlock):
+    """Two blocks at once: the second starts before the first is done."""
+
+    def demand(self, view: View) -> Demand:
+        return Demand(least=self.size, most=2 * self.size, gain=2.0)
+
+    def propose(self, view: View, room: int) -> Rounds:
+        proposal = yield from super().propose(view, room)
+        if room < 2 * self.size:
+            return proposal
+        area = range(self.area(view).stop, self.area(view).stop + self.size)
+        second = block([_filled(view, p) for p in area], positions=area)
+        return replace(proposal, graph=proposal.graph.grow(second))
+
+
+class OutOfOrder(Drafter):
+    """Causal attention over tokens in the order in which they were settled, not of positions."""
+
+    window = 4
+
+    def demand(self, view: View) -> Demand:
+        return Demand(least=2 * self.window, most=2 * self.window, gain=2.0)
+
+    def propose(self, view: View, room: int) -> Rounds:
+        yield from ()
+        given = view.given()
+        if room <= 0:
+            return Proposal(given, len(given), offset=0)
+        kept = set(view.kept())
+        ready = [p for p in sorted(view.canvas) if p not in kept]
+        masks = [p for p in range(view.end, view.end + 2 * self.window) if p not in view.canvas]
+        masks = masks[: self.window]
+        graph = given.grow(chain([view.canvas[p] for p in ready], positions=ready))
+        count = len(graph)
+        graph = graph.grow(chain([MASK] * len(masks), positions=masks))
+        return Proposal(graph, count, offset=0, wants=Wants(logprobs=0))
+
+
+class DualCache(MaskedBlock):
+    """A model that sees everything: what lies outside the block is reused although it is stale."""
+
+    refresh = 3
+
+    def demand(self, view: View) -> Demand:
+        return Demand(least=view.limit, most=view.limit, gain=1.0)
+
+    def propose(self, view: View, room: int) -> Rounds:
+        yield from ()
+        fresh = view.steps % self.refresh and len(view.kept()) > 0
+        places = self.area(view) if fresh else range(view.limit)
+        places = range(places.start, min(places.stop, view.limit))
+        graph = block([_filled(view, p) for p in places], positions=places)
+        return Proposal(graph, 0, offset=0, wants=Wants(logprobs=0))
+
+
+class UnmaskAndReuse(Acceptor):
+    """Settles the surest mask of the block in front and keeps all entries for reuse."""
+
+    def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
+        graph = proposal.graph
+        end = (view.end // MaskedBlock.size + 1) * MaskedBlock.size
+        guesses = [g for g in _guesses(graph, scores, range(len(graph))) if g[1] < end]
+        _, position, token = guesses[0]
+        return Verdict(
+            settled={Position(position): TokenId(token)},
+            reuse=tuple(NodeId(i) for i in range(len(graph))),
+        )
+
+

@@ -1,0 +1,79 @@
+"""Names of models: what they stand for, and what is said if they stand for nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from outstride.errors import DownloadFailed, ModelNotFound, UnsupportedModel
+from outstride.models import load as loading
+from outstride.models.load import aliases, default_pages, load, locate
+from tests.models.checkpoints import make, save
+from tests.models.drive import tiny
+
+
+def test_aliases() -> None:
+    assert aliases() == ["smollm2"]
+
+
+def test_unknown_names_are_answered_with_the_known_ones() -> None:
+    with pytest.raises(ModelNotFound, match=r"did you mean 'smollm2'.*GGUF"):
+        load("smollm")
+    with pytest.raises(ModelNotFound, match="smollm2"):
+        load("zzz")
+
+
+@pytest.mark.parametrize("name", ["./nothing", "/no/such/model.gguf", "nothing.gguf", "~/nothing"])
+def test_paths_that_do_not_exist(name: str) -> None:
+    with pytest.raises(ModelNotFound, match="no file or folder"):
+        load(name)
+
+
+def test_other_files(tmp_path: Path) -> None:
+    (tmp_path / "m.bin").write_bytes(b"x")
+    with pytest.raises(UnsupportedModel, match="neither"):
+        load(str(tmp_path / "m.bin"))
+
+
+def test_hub_ids_that_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(make("llama"), tmp_path)
+    asked = []
+
+    def snapshot(name: str, **options: Any) -> str:
+        asked.append((name, options.get("local_files_only", False)))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert locate("org/name") == folder
+    assert asked == [("org/name", True)]
+
+
+def test_hub_ids_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot(_: str, **__: Any) -> str:
+        raise LocalEntryNotFoundError("Cannot reach the hub.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with pytest.raises(DownloadFailed, match="Cannot reach the hub"):
+        load("org/name")
+
+
+def test_room_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_free_memory", lambda: 10**12)
+    assert default_pages(tiny(context=512)) == 2 * 512 // 16
+    assert default_pages(tiny(context=10_000)) == 16_384 // 16
+    assert default_pages(tiny(context=100_000)) == 100_000 // 16
+    monkeypatch.setattr(loading, "_free_memory", lambda: 10**6)
+    assert 1 <= default_pages(tiny(context=100_000)) < 100
+
+
+def test_importing_the_loader_is_light() -> None:
+    heavy = "torch", "transformers", "tokenizers", "gguf", "huggingface_hub"
+    code = f"import sys, outstride.models.load; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
