@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,13 @@ from outstride.core.sequence import Sequence
 from outstride.engine.engine import Engine
 from outstride.engine.runner import Event, Runner, Ticket
 from outstride.engine.scheduler import Limits
-from outstride.errors import InvalidParams, InvalidPrompt, RequestError, VocabularyMismatch
+from outstride.errors import (
+    InvalidParams,
+    InvalidPrompt,
+    OutstrideError,
+    RequestError,
+    VocabularyMismatch,
+)
 from outstride.models.load import Loaded, load
 from outstride.results import Chunk, Completion, Result, completion_of, prompt_logprobs_of
 
@@ -158,8 +165,9 @@ class _Base:
         if _is_messages(prompt):
             text = self.tokenizer.chat([m for m in prompt if isinstance(m, Mapping)])
             return self.tokenizer.encode(text, add_special=False)
-        tokens = [t for t in prompt if isinstance(t, int) and not isinstance(t, bool)]
-        if len(tokens) != len(prompt):
+        listed = list(prompt) if isinstance(prompt, Iterable) else [None]
+        tokens = [t for t in listed if isinstance(t, int) and not isinstance(t, bool)]
+        if len(tokens) != len(listed):
             raise InvalidPrompt("a prompt is text, token ids, or messages with role and content")
         return tokens
 
@@ -243,7 +251,7 @@ class LLM(_Base):
                 )
                 tickets.append(ticket)
                 self._runner.submit(ticket)
-            except RequestError as error:
+            except OutstrideError as error:
                 results[i] = Result([], error=error)
         try:
             while len(results) < len(requests):
@@ -349,7 +357,6 @@ class AsyncLLM(_Base):
         trace: bool = False,
     ) -> AsyncIterator[Chunk]:
         """Answers one prompt (messages: by the chat template) piece by piece, one per pass."""
-        collector: _Collector | None = None
         async for collector, chunk in self._events(prompt, params, method, False, trace):
             if collector.error is not None:
                 raise collector.error
@@ -365,14 +372,13 @@ class AsyncLLM(_Base):
         chat: bool,
         trace: bool,
     ) -> Result:
-        collector: _Collector | None = None
+        result = Result([])
         try:
             async for collector, _ in self._events(prompt, params, method, chat, trace):
-                pass
-        except RequestError as error:
+                result = collector.result()
+        except OutstrideError as error:
             return Result([], error=error)
-        assert collector is not None
-        return collector.result()
+        return result
 
     async def _events(
         self,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
 from outstride import registry
@@ -43,7 +44,6 @@ class Bench:
     sequences: int = 64
     vision: Vision = CAUSAL
     draft_pages: int | None = None
-    wrap: Callable[[Toy], Any] = field(default=lambda toy: toy)
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class Bench:
         draft = Toy(accent=1, pages=self.draft_pages or self.pages)
         self.toys: Mapping[str, Toy] = {"target": self.target, "draft": draft}
         self.engine = Engine(
-            {name: self.wrap(toy) for name, toy in self.toys.items()},
+            self.toys,
             limits=Limits(nodes=self.nodes, sequences=self.sequences),
             end_tokens=[END],
             decode=spell,
@@ -99,7 +99,9 @@ class Bench:
         return sequences
 
 
-def alone(prompt: list[int], params: SamplingParams, method: Method = PLAIN, **bench: Any) -> list[int]:
+def alone(
+    prompt: list[int], params: SamplingParams, method: Method = PLAIN, **bench: Any
+) -> list[int]:
     """What a request says with nobody else there."""
     [sequence] = Bench(**bench).run([prompt], method, params)
     return sequence.output
@@ -115,7 +117,9 @@ def some_prompts(seed: int, count: int, most: int = 40) -> list[list[int]]:
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=40),
     "sampled": SamplingParams(max_tokens=40, temperature=0.8, seed=11),
-    "filtered": SamplingParams(max_tokens=40, temperature=1.3, top_k=8, top_p=0.9, min_p=0.02, seed=5),
+    "filtered": SamplingParams(
+        max_tokens=40, temperature=1.3, top_k=8, top_p=0.9, min_p=0.02, seed=5
+    ),
     "penalties": SamplingParams(
         max_tokens=40,
         temperature=0.7,

@@ -10,15 +10,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from outstride import registry
+from outstride.core.params import SamplingParams
 from outstride.core.sequence import Sequence, Status
 from tests.conformance.harness import SAMPLINGS, Bench, alone, some_prompts
 
 SPECS = ["plain", "ngram", "draft:model=draft", "draft:model=draft,length=3,width=3"]
 
 
-@settings(
-    max_examples=25, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate]
-)
+@settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     seed=st.integers(0, 10**6),
     pages=st.integers(26, 80),
@@ -26,16 +25,16 @@ SPECS = ["plain", "ngram", "draft:model=draft", "draft:model=draft,length=3,widt
     nodes=st.integers(1, 48),
     sequences=st.integers(1, 12),
 )
-def test_random_company(seed: int, pages: int, draft_pages: int, nodes: int, sequences: int) -> None:
+def test_random_company(
+    seed: int, pages: int, draft_pages: int, nodes: int, sequences: int
+) -> None:
     rng = random.Random(seed)
     bench = Bench(pages=pages, draft_pages=draft_pages, nodes=nodes, sequences=sequences)
-    live: list[tuple[Sequence, list[int], object]] = []
+    live: list[tuple[Sequence, list[int], SamplingParams]] = []
     cancelled: set[int] = set()
     for i in range(rng.randrange(4, 16)):
         [prompt] = some_prompts(seed + i, 1)
-        params = replace(
-            SAMPLINGS[rng.choice(list(SAMPLINGS))], seed=i, n=rng.choice([1, 1, 1, 3])
-        )
+        params = replace(SAMPLINGS[rng.choice(list(SAMPLINGS))], seed=i, n=rng.choice([1, 1, 1, 3]))
         sequence = bench.engine.submit(prompt, params, registry.build(rng.choice(SPECS)))
         live.append((sequence, prompt, params))
         for _ in range(rng.randrange(6)):
@@ -53,10 +52,10 @@ def test_random_company(seed: int, pages: int, draft_pages: int, nodes: int, seq
             assert bench.tokens.get(sequence.id, []) == sequence.output
         if leader.id in cancelled:
             assert leader.finish_reason == "cancelled"
-            assert leader.output == alone(prompt, replace(params, n=1))[: len(leader.output)]  # type: ignore[type-var]
+            assert leader.output == alone(prompt, replace(params, n=1))[: len(leader.output)]
             continue
-        assert len(leader.group) == params.n  # type: ignore[attr-defined]
-        assert leader.output == alone(prompt, replace(params, n=1))  # type: ignore[type-var]
+        assert len(leader.group) == params.n
+        assert leader.output == alone(prompt, replace(params, n=1))
     pool = bench.engine.passes.pools["target"]
     assert pool.available == pool.pages, "a finished engine holds no page but idle prefixes"
 

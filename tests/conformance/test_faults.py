@@ -23,22 +23,24 @@ from tests.conformance.harness import SAMPLINGS, Bench, alone, some_prompts, toy
 
 
 @contextmanager
-def noticed(errors: tuple[type[BaseException], ...] = (AssertionError, IntegrityError)) -> Iterator[None]:
+def noticed(
+    errors: tuple[type[BaseException], ...] = (AssertionError, IntegrityError),
+) -> Iterator[None]:
     with pytest.raises(errors):
         yield
 
 
-def compare(method: Any, sampling: str = "sampled", **bench: int) -> None:
+def compare(method: Any, sampling: str = "sampled") -> None:
     prompts, params = some_prompts(1, 10), SAMPLINGS[sampling]
     expected = [alone(p, params) for p in prompts]
-    assert [s.output for s in Bench(**bench).run(prompts, method, params)] == expected
+    assert [s.output for s in Bench().run(prompts, method, params)] == expected
 
 
 def test_nothing_planted() -> None:
     compare(registry.build("draft:model=draft,width=3"))
 
 
-def test_a_rejected_node_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejected_node_is_kept() -> None:
     class KeepsTooMuch(Match):
         def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
             verdict = super().accept(view, proposal, scores)
@@ -113,7 +115,7 @@ def test_a_fork_writes_into_shared_pages(monkeypatch: pytest.MonkeyPatch) -> Non
         Bench().run([[1, 2, 3]], registry.build("plain"), params)
 
 
-def test_the_prefix_tree_forgets_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_salts_keep_prefixes_apart() -> None:
     bench = Bench()
     prompt = some_prompts(2, 1, most=60)[0] * 2
     params = SAMPLINGS["greedy"]

@@ -12,9 +12,8 @@ import torch
 from outstride import registry
 from outstride.core.contracts import Exactness, Method
 from outstride.core.params import SamplingParams
-from outstride.core.sampling import probabilities
+from outstride.core.sampling import Purpose, probabilities
 from outstride.engine.rules import draw_of
-from outstride.core.sampling import Purpose
 from tests.conformance.harness import PLAIN, SAMPLINGS, Bench, alone, some_prompts, spell
 
 VARIANTS = {
@@ -47,8 +46,7 @@ EXACT = variants(Exactness.EXACT)
 def test_exact_methods_equal_plain(spec: str, sampling: str) -> None:
     params, prompts = SAMPLINGS[sampling], some_prompts(1, 6)
     expected = [alone(prompt, params) for prompt in prompts]
-    for limits in ({}, {"nodes": 7}, {"pages": 26, "nodes": 24}):
-        bench = Bench(**limits)
+    for bench in (Bench(), Bench(nodes=7), Bench(pages=26, nodes=24)):
         found = bench.run(prompts, registry.build(spec), params)
         assert [s.output for s in found] == expected
         for sequence in found:
@@ -144,7 +142,7 @@ def exact_distribution(
     bench: Bench, prompt: list[int], params: SamplingParams, depth: int
 ) -> dict[tuple[int, ...], float]:
     """The true distribution over the first `depth` tokens, from plain's own logits."""
-    found = {(): 1.0}
+    found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(depth):
         longer: dict[tuple[int, ...], float] = {}
         for path, chance in found.items():
@@ -159,7 +157,9 @@ def exact_distribution(
     return found
 
 
-def toy_state(bench: Bench, tokens: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+def toy_state(
+    bench: Bench, tokens: np.ndarray[tuple[int], np.dtype[np.int64]]
+) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     from outstride.core.contracts import Work
     from outstride.core.graph import chain
     from outstride.core.proposal import Proposal, Wants
@@ -217,7 +217,7 @@ def chi_square(
 
 
 def test_chi_square_notices_a_bias() -> None:
-    expected = {(i,): 0.25 for i in range(4)}
+    expected: dict[tuple[int, ...], float] = {(i,): 0.25 for i in range(4)}
     fair = dict(zip(expected, (250, 260, 240, 250), strict=True))
     skewed = dict(zip(expected, (310, 240, 240, 210), strict=True))
     assert chi_square(fair, expected, 1000) > 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,8 +48,8 @@ def test_causal_shapes_equal_plain(shape: str, sampling: str) -> None:
     params, prompts = SAMPLINGS[sampling], some_prompts(6, 6, most=28)
     expected = [alone(prompt, params) for prompt in prompts]
     preempted = 0
-    for limits in ({}, {"pages": 23, "nodes": 24}):
-        found = Bench(**limits).run(prompts, CAUSAL_SHAPES[shape](), params)
+    for bench in (Bench(), Bench(pages=23, nodes=24)):
+        found = bench.run(prompts, CAUSAL_SHAPES[shape](), params)
         assert [s.output for s in found] == expected
         preempted += sum(s.counts.preempted for s in found)
     assert preempted > 0 or sampling != "endless"
@@ -139,7 +140,7 @@ def test_grammar_inside_a_draft(name: str) -> None:
 def test_blocks_do_not_depend_on_company(shape: str, sampling: str) -> None:
     params, prompts = SAMPLINGS[sampling], some_prompts(13, 6)
     if shape == "pipeline":  # a pipeline that waits for room would be another pipeline
-        limits: list[dict[str, int]] = [{"nodes": 512, "pages": 400}]
+        limits: list[dict[str, Any]] = [{"nodes": 512, "pages": 400}]
     else:
         limits = [{}, {"nodes": 18}, {"pages": 28, "nodes": 40}]
     method = BLOCK_SHAPES[shape]()
@@ -202,15 +203,13 @@ def test_approximate_cache_is_private_and_sound() -> None:
     for sequence, prompt in zip(sequences, prompts, strict=True):
         assert sequence.error is None
         assert len(sequence.output) == 20
-        assert sequence.output == alone(
-            prompt, params, method, vision=FULL, nodes=512, pages=200
-        )
+        assert sequence.output == alone(prompt, params, method, vision=FULL, nodes=512, pages=200)
 
 
 def test_everything_in_one_engine() -> None:
     """All causal shapes and methods together, arriving one by one, on few pages."""
     rng = random.Random(3)
-    names = list(CAUSAL_SHAPES) + ["plain", "ngram", "draft:model=draft,width=2"]
+    names = [*CAUSAL_SHAPES, "plain", "ngram", "draft:model=draft,width=2"]
     bench = Bench(pages=60, nodes=32)
     wanted = []
     for i in range(40):

@@ -54,9 +54,7 @@ class JacobiWindow(Drafter):
         return Proposal(given.grow(branches), len(given))
 
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> Any:
-        first = proposal.given - 1
         refined = [int(scores.best[i, 0]) for i in range(min(self.size + 1, len(scores.nodes)))]
-        del first
         return (refined[len(verdict.settled) :] + [1] * self.size)[: self.size]
 
 
@@ -95,7 +93,7 @@ class EarlyExit(Drafter):
         given = view.given()
         if room <= 0:
             return Proposal(given, len(given))
-        graph, states = given, []
+        graph, states, token = given, [], TokenId(0)
         for i in range(room + 1):
             if i > 0:
                 graph = graph.grow(chain([token], view.end + i - 1))
@@ -335,5 +333,3 @@ class UnmaskAndReuse(Acceptor):
             settled={Position(position): TokenId(token)},
             reuse=tuple(NodeId(i) for i in range(len(graph))),
         )
-
-

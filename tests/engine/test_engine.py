@@ -62,7 +62,16 @@ class BreaksAccepting(Match):
 
 @pytest.mark.parametrize(
     "where",
-    ["demand", "propose", "greedy for room", "unknown model", "rewrites", "ahead", "observe", "accept"],
+    [
+        "demand",
+        "propose",
+        "greedy for room",
+        "unknown model",
+        "rewrites",
+        "ahead",
+        "observe",
+        "accept",
+    ],
 )
 def test_a_broken_method_ends_its_own_request_only(where: str) -> None:
     bench, prompts, params = Bench(), some_prompts(1, 5), SAMPLINGS["endless"]

@@ -24,7 +24,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 def alone_and_in_company(operation: Rows, rows: torch.Tensor) -> None:
     """The operation on every row by itself, on all, on a part, and in another order."""
     whole = operation(ops.pad(rows))[: len(rows)]
-    for i in range(len(rows)):
+    for i in range(0, len(rows), 7):
         assert torch.equal(operation(ops.pad(rows[i : i + 1]))[0], whole[i])
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
     assert torch.equal(operation(ops.pad(rows[order]))[: len(rows)], whole[order])
@@ -33,10 +33,10 @@ def alone_and_in_company(operation: Rows, rows: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("inner", "outer"), [(48, 97), (576, 1536), (1536, 576), (64, 9000)])
 def test_linear(inner: int, outer: int) -> None:
-    weight, bias, rows = noise(outer, inner), noise(outer, seed=1), noise(37, inner, seed=2)
+    weight, bias, rows = noise(outer, inner), noise(outer, seed=1), noise(100, inner, seed=2)
     alone_and_in_company(lambda x: ops.linear(x, weight, bias), rows)
-    whole = ops.linear(ops.pad(rows), weight, bias)[:37]
-    torch.testing.assert_close(whole, rows @ weight.T + bias, rtol=1e-4, atol=1e-4)
+    whole = ops.linear(ops.pad(rows), weight, bias)[:100]
+    torch.testing.assert_close(whole, rows @ weight.T + bias, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("width", [16, 48, 100, 576, 4096])

@@ -192,8 +192,8 @@ def uniform(draw: Draw, position: int, what: int = 0) -> float:
 # --- the rule -------------------------------------------------------------------------------------
 
 
-def _descending(ids: IntArray, x: FloatArray) -> IntArray:
-    """Order by falling value, ties by rising id (ids come in rising)."""
+def _descending(x: FloatArray) -> IntArray:
+    """Order by falling value, ties as they come (ids come in rising)."""
     return np.argsort(-x, kind="stable")
 
 
@@ -203,7 +203,7 @@ def _largest(x: FloatArray, k: int) -> IntArray:
         ids = np.flatnonzero(x >= np.partition(x, len(x) - k)[len(x) - k])
     else:
         ids = np.arange(len(x))
-    return ids[_descending(ids, x[ids])][:k]
+    return ids[_descending(x[ids])][:k]
 
 
 def _nucleus(x: FloatArray, ids: IntArray | None, top_p: float) -> IntArray:
@@ -264,7 +264,7 @@ def best(row: FloatArray, draw: Draw, position: int, k: int = 1) -> IntArray:
         able = x + MAX_NOISE >= bid
         ids, x = ids[able], x[able]
     sums = x + gumbel(draw, position, ids)
-    return ids[_descending(ids, sums)[:k]]
+    return ids[_descending(sums)[:k]]
 
 
 def logprobs(row: FloatArray, tokens: Sequence[int], top: int) -> list[tuple[int, float]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Collection, Sequence as Seq
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Seq
 from typing import ParamSpec, TypeVar
 
 from outstride.core.contracts import Grammar, Method

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence as Seq
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from outstride.core.params import SamplingParams

@@ -1,0 +1,94 @@
+"""Graphs: what nodes see follows from parents and blocks alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from outstride.core.contracts import agreeing
+from outstride.core.graph import (
+    ROOT,
+    Mixture,
+    NodeId,
+    alternatives,
+    block,
+    chain,
+    empty,
+    tree,
+    union,
+)
+
+
+def seen(graph: object, node: int) -> list[int]:
+    return np.flatnonzero(graph.sees[node]).tolist()  # type: ignore[attr-defined]
+
+
+def test_chain() -> None:
+    graph = chain([7, 8, 9], 4)
+    assert graph.is_chain
+    assert graph.positions.tolist() == [4, 5, 6]
+    assert [seen(graph, i) for i in range(3)] == [[0], [0, 1], [0, 1, 2]]
+    assert graph.path(NodeId(2)) == [0, 1, 2]
+
+
+def test_tree() -> None:
+    graph = chain([1, 2], 0).grow(tree([3, 4, 5, 6], [-1, -1, 0, 2], 2))
+    assert graph.positions.tolist() == [0, 1, 2, 2, 3, 4]
+    assert seen(graph, 5) == [0, 1, 2, 4, 5]
+    assert seen(graph, 3) == [0, 1, 3]
+    assert graph.children(NodeId(1)) == [2, 3]
+    assert graph.follow(NodeId(1), 4) == 3
+    assert graph.follow(NodeId(1), 9) is None
+    assert not graph.is_linear
+
+
+def test_blocks_see_themselves_and_what_lies_above() -> None:
+    graph = chain([1], 0).grow(block([2, 3], 1)).grow(block([4, 5], 3))
+    assert seen(graph, 1) == [0, 1, 2]
+    assert seen(graph, 3) == [0, 1, 2, 3, 4]
+    assert graph.is_linear
+    assert not graph.is_chain
+
+
+def test_alternatives_do_not_see_each_other() -> None:
+    graph = chain([1], 0).grow(alternatives(block([2, 3], 1), block([4, 5], 1)))
+    assert seen(graph, 2) == [0, 1, 2]
+    assert seen(graph, 4) == [0, 3, 4]
+    with pytest.raises(ValueError, match="same positions"):
+        alternatives(block([1], 0), block([1], 1))
+
+
+def test_union_and_mixtures() -> None:
+    mixed = block([Mixture((1, 2), (0.5, 0.5)), 3], 0)
+    graph = union(chain([1, 2], 0), mixed)
+    assert seen(graph, 1) == [0, 1]
+    assert seen(graph, 2) == [2, 3]
+    assert list(graph.mixtures) == [2]
+    assert graph.children(ROOT) == [0, 2, 3]
+    assert len(union()) == len(empty()) == 0
+
+
+def test_probes_are_never_followed() -> None:
+    graph = chain([1], 0).grow(chain([5], 1, probe=True))
+    assert graph.follow(NodeId(0), 5) is None
+
+
+@pytest.mark.parametrize("parents", [[0], [-2], [-1, 2], [-1, -1, -1]])
+def test_trees_need_parents_first(parents: list[int]) -> None:
+    with pytest.raises(ValueError, match="parent"):
+        tree([1, 2] if len(parents) == 2 else [1], parents, 0)
+
+
+def test_agreeing_leaves_the_last_token_to_be_read() -> None:
+    graph = chain([1, 2], 0).grow(tree([3, 9, 4, 5], [-1, -1, 0, 2], 2))
+    assert agreeing(graph, 2, [1, 2, 3, 4, 7]) == [0, 1, 2, 4]
+    assert agreeing(graph, 2, [1, 2, 3, 4]) == [0, 1, 2]
+    assert agreeing(graph, 2, [1, 2, 8]) == [0, 1]
+
+
+def test_starts_with() -> None:
+    graph = chain([1, 2], 0)
+    longer = graph.grow(chain([3], 2))
+    assert longer.starts_with(graph)
+    assert not graph.starts_with(longer)
+    assert not chain([1, 3, 3], 0).starts_with(graph)

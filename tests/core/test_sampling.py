@@ -1,0 +1,182 @@
+"""The sampling rule: its bits are a contract, its filters follow their definitions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from outstride.core import sampling
+from outstride.core.sampling import Draw, Purpose, Rules, best, gumbel, probabilities
+
+# Known answers of Philox-4x32-10 (from the reference implementation's test vectors).
+PHILOX = [
+    ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((2**32 - 1,) * 4, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        0x299F31D0A4093822,
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+# Bits of the noise at seed 7, sample 1, position 3: they may never change.
+NOISE = {
+    0: "3fa2f44f",
+    1: "bec601ac",
+    2: "3da05078",
+    3: "3e302327",
+    4: "3eba6692",
+    100: "3f1668b8",
+    49151: "bef4c752",
+    151935: "4027fd3b",
+}
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), PHILOX)
+def test_philox_known_answers(
+    counter: tuple[int, int, int, int], key: int, expected: tuple[int, ...]
+) -> None:
+    words = sampling.philox(np.asarray(counter[:1]), *counter[1:], key)
+    assert tuple(int(w[0]) for w in words) == expected
+
+
+def test_noise_bits_are_fixed() -> None:
+    draw = Draw(temperature=1.0, seed=7, index=1)
+    found = gumbel(draw, 3, np.asarray(list(NOISE)))
+    assert {t: f"{g.view(np.uint32):08x}" for t, g in zip(NOISE, found, strict=True)} == NOISE
+
+
+def test_logarithm_is_accurate() -> None:
+    x = np.concatenate([np.logspace(-10, 1.5, 20001), 1 + np.linspace(-1e-3, 1e-3, 1001)]).astype(
+        np.float32
+    )
+    exact = np.log(x.astype(np.float64))
+    assert np.max(np.abs(sampling.log(x) - exact) / np.maximum(np.abs(exact), 1)) < 2e-7
+
+
+def test_exponential_is_exact_at_both_ends() -> None:
+    words = np.asarray([0, 1, 2**31, sampling._TOP - 1, sampling._TOP, 2**32 - 2, 2**32 - 1])
+    exact = -np.log1p(-((2.0**32 - words - 0.5) / 2.0**32))
+    np.testing.assert_allclose(sampling.exponential(words), exact, rtol=3e-7)
+    assert gumbel_range()[1] <= sampling.MAX_NOISE
+
+
+def gumbel_range() -> tuple[float, float]:
+    ends = -sampling.log(sampling.exponential(np.asarray([0, 2**32 - 1])))
+    return float(ends.min()), float(ends.max())
+
+
+def test_noise_is_gumbel_and_its_keys_are_independent() -> None:
+    ids = np.arange(200_000)
+    a = gumbel(Draw(temperature=1.0, seed=1), 5, ids)
+    assert abs(a.mean() - 0.5772) < 0.01
+    assert abs(a.std() - math.pi / math.sqrt(6)) < 0.01
+    for other in (
+        gumbel(Draw(temperature=1.0, seed=2), 5, ids),
+        gumbel(Draw(temperature=1.0, seed=1, index=1), 5, ids),
+        gumbel(Draw(temperature=1.0, seed=1, purpose=Purpose.RESIDUAL), 5, ids),
+        gumbel(Draw(temperature=1.0, seed=1), 6, ids),
+        gumbel(Draw(temperature=1.0, seed=1 << 32), 5, ids),
+    ):
+        assert abs(float(np.corrcoef(a, other)[0, 1])) < 0.01
+
+
+def test_noise_belongs_to_token_ids_not_to_places_in_a_vector() -> None:
+    draw, rng = Draw(temperature=1.0, seed=9), np.random.default_rng(0)
+    dense = gumbel(draw, 2, np.arange(5000))
+    for size in (1, 7, 900):
+        some = np.sort(rng.choice(5000, size, replace=False))
+        np.testing.assert_array_equal(gumbel(draw, 2, some), dense[some])
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        Draw(temperature=1.0),
+        Draw(temperature=0.3),
+        Draw(temperature=2.0, top_k=7),
+        Draw(temperature=0.8, top_p=0.9),
+        Draw(temperature=0.8, top_p=0.3),
+        Draw(temperature=1.0, min_p=0.1),
+        Draw(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01),
+        Draw(temperature=5.0, top_p=0.999),
+    ],
+)
+def test_filters_follow_their_definitions(draw: Draw) -> None:
+    """Against a slow transcription of the rule."""
+    rng = np.random.default_rng(3)
+    for size in (5, 300, 3000):
+        row = (rng.standard_normal(size) * 3).astype(np.float32)
+        row[: size // 4] = np.round(row[: size // 4])  # ties
+        p = np.exp((row / np.float32(draw.temperature)).astype(np.float64))
+        p /= p.sum()
+        order = sorted(range(size), key=lambda i: (-row[i], i))
+        if draw.top_k:
+            order = order[: draw.top_k]
+        if draw.top_p < 1:
+            mass, kept = 0.0, []
+            total = sum(p[i] for i in order)
+            for i in order:
+                kept.append(i)
+                mass += p[i]
+                if mass >= draw.top_p * total:
+                    break
+            order = kept
+        order = [i for i in order if p[i] >= draw.min_p * p.max() * (1 - 1e-6)]
+        expected = np.zeros(size)
+        expected[order] = p[order] / p[order].sum()
+        found = probabilities(row, draw)
+        np.testing.assert_array_equal(found > 0, expected > 0)
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_best_is_the_argmax_of_the_noisy_sum_and_pruning_changes_nothing() -> None:
+    rng = np.random.default_rng(5)
+    for position in range(60):
+        row = (rng.standard_normal(2000) * 4).astype(np.float32)
+        draw = Draw(temperature=0.7, seed=position)
+        sums = row / np.float32(0.7) + gumbel(draw, position, np.arange(2000))
+        expected = np.argsort(-sums, kind="stable")[:5]
+        np.testing.assert_array_equal(best(row, draw, position, 5), expected)
+        assert best(row, draw, position)[0] == expected[0]
+
+
+def test_sampling_follows_the_distribution() -> None:
+    row = np.asarray([1.0, 0.0, 2.0, -1.0, 0.5], dtype=np.float32)
+    draw = Draw(temperature=0.9, top_k=4)
+    counts = np.zeros(5)
+    trials = 20_000
+    for seed in range(trials):
+        counts[best(row, Draw(temperature=0.9, top_k=4, seed=seed), 0)[0]] += 1
+    expected = probabilities(row, draw) * trials
+    assert counts[3] == 0
+    live = expected > 0
+    assert ((counts[live] - expected[live]) ** 2 / expected[live]).sum() < 20
+
+
+def test_greedy_ties_go_to_the_lowest_id() -> None:
+    row = np.asarray([1.0, 3.0, 3.0, 2.0, 3.0], dtype=np.float32)
+    assert best(row, Draw(), 0).tolist() == [1]
+    assert best(row, Draw(), 0, 4).tolist() == [1, 2, 4, 3]
+
+
+def test_rules() -> None:
+    row = np.asarray([2.0, -2.0, 1.0, 0.0], dtype=np.float32)
+    rules = Rules(
+        scaled=(0, 1),
+        scale=2.0,
+        added={2: 1.5, 3: -math.inf},
+        allowed=np.asarray([True, True, False, True]),
+    )
+    assert rules.apply(row).tolist() == [1.0, -4.0, -math.inf, -math.inf]
+    assert row.tolist() == [2.0, -2.0, 1.0, 0.0]
+
+
+def test_logprobs_are_normalised() -> None:
+    row = np.random.default_rng(0).standard_normal(500).astype(np.float32)
+    listed = sampling.logprobs(row, [17], 500)
+    assert listed[0][0] == 17
+    assert abs(sum(math.exp(v) for _, v in listed[1:]) - 1) < 1e-9
+    assert [v for _, v in listed[1:]] == sorted((v for _, v in listed[1:]), reverse=True)

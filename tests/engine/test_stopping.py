@@ -1,0 +1,71 @@
+"""Text as it streams: whole characters only, and nothing that might turn out to be a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from outstride.core.params import SamplingParams
+from outstride.engine.stopping import Stopper, Text
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def feed(text: Text, data: str) -> list[str]:
+    pieces = []
+    for token in data.encode():
+        text.append(token)
+        pieces.append(text.ready(final=False))
+    return pieces
+
+
+def test_characters_arrive_whole() -> None:
+    text = Text(decode_bytes)
+    pieces = feed(text, "héllo 🙂!")
+    assert "".join(pieces) == "héllo 🙂!"
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+
+
+def test_an_unfinished_character_is_shown_at_the_end() -> None:
+    text = Text(decode_bytes)
+    for token in "é".encode()[:1]:
+        text.append(token)
+    assert text.ready(final=False) == ""
+    text.finish()
+    assert text.ready(final=True) == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize("stop", ["STOP", "ST", "\n\n", "é!"])
+def test_the_beginning_of_a_stop_string_is_held_back(stop: str) -> None:
+    text = Text(decode_bytes, (stop,))
+    stopper = Stopper(SamplingParams(stop=(stop,)), (), 0, 1000, text)
+    shown, reason = "", None
+    for i, token in enumerate(f"ab{stop[:-1]}c{stop}tail".encode(), start=1):
+        reason = stopper.push(token, i)
+        shown += text.ready(final=reason is not None)
+        assert stop not in shown
+        if reason:
+            break
+    assert reason == "stop"
+    assert shown == f"ab{stop[:-1]}c"
+
+
+def test_text_that_only_looked_like_a_stop_string_is_let_go() -> None:
+    text = Text(decode_bytes, ("END",))
+    assert "".join(feed(text, "the EN")) == "the "
+    text.finish()
+    assert text.ready(final=True) == "EN"
+
+
+def test_the_reason_of_the_end() -> None:
+    params = SamplingParams(stop_token_ids=(5,), min_tokens=2, max_tokens=9)
+    stopper = Stopper(params, {7}, prompt_length=10, limit=19, text=None)
+    assert stopper.push(1, 11) is None
+    assert stopper.push(7, 12) == "stop"
+    assert stopper.push(5, 13) == "stop"
+    assert stopper.push(1, 19) == "length"
+    patient = Stopper(SamplingParams(ignore_eos=True), {7}, 10, 19, None)
+    assert patient.push(7, 12) is None

@@ -1,0 +1,258 @@
+"""The Python surface on the toy model: sync, streaming, async, batches with a bad request in them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outstride
+from outstride import LLM, AsyncLLM, SamplingParams
+from outstride.errors import (
+    InvalidPrompt,
+    OutstrideError,
+    RequestError,
+    UnknownMethod,
+    VocabularyMismatch,
+)
+from outstride.llm import Prompt
+from outstride.models.load import Loaded
+from outstride.models.toy import Toy
+from tests.bench.fake import ALPHABET, FakeTokenizer, make_llm
+
+PARAMS = SamplingParams(max_tokens=30, ignore_eos=True)
+
+
+class Foreign:
+    """A tokenizer of another family."""
+
+    vocab_size = 7
+
+
+def loaded(name: str = "toy", tokenizer: Any = None, **toy: Any) -> Loaded:
+    model: Any = Toy(vocab_size=len(ALPHABET), pages=256, habit=6.0, **toy)
+    its: Any = tokenizer or FakeTokenizer()
+    return Loaded(model=model, tokenizer=its, name=name, context=512, path=Path(name))
+
+
+@pytest.fixture
+def llm() -> LLM:
+    return make_llm()
+
+
+@pytest.fixture(autouse=True)
+def _draft_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str, **_: Any) -> Loaded:
+        return loaded(name, Foreign() if name == "foreign" else None, accent=1)
+
+    monkeypatch.setattr("outstride.llm.load", load)
+
+
+def test_one_prompt_gives_one_result(llm: LLM) -> None:
+    [result] = llm.generate("hello", PARAMS)
+    assert result.text == llm.tokenizer.decode(result.token_ids)
+    assert len(result.token_ids) == 30
+    assert result.finish_reason == "length"
+    assert result.stats.passes == result.stats.emitted == 30
+    assert result.stats.seconds > 0
+    assert result.logprobs is None
+    assert result.trace is None
+    json.dumps(result.to_dict())
+
+
+def test_methods_and_params_may_differ_per_prompt(llm: LLM) -> None:
+    prompts: list[Prompt] = ["one two one", "abc abc abc", [3, 4, 5]]
+    methods = ["plain", "ngram", "draft:model=small,length=3,width=2"]
+    params = [PARAMS, SamplingParams(max_tokens=9), SamplingParams(temperature=0.7, seed=4)]
+    mixed = llm.generate(prompts, params, method=methods, trace=True)
+    for prompt, its, result in zip(prompts, params, mixed, strict=True):
+        [plain] = llm.generate(prompt, its)
+        assert result.token_ids == plain.token_ids
+        assert result.trace is not None
+        assert [p.token for p in result.trace] == result.token_ids
+    assert mixed[1].outputs[0].method == "ngram"
+
+
+def test_chat_applies_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    [by_text] = llm.chat("hi", PARAMS)
+    [by_messages] = llm.chat(messages, PARAMS)
+    [by_hand] = llm.generate("<user>hi\n<assistant>", PARAMS)
+    assert by_text.token_ids == by_messages.token_ids == by_hand.token_ids
+    two = llm.chat([messages, messages], PARAMS)
+    assert [r.token_ids for r in two] == [by_hand.token_ids] * 2
+
+
+def test_streaming_gives_the_same_text(llm: LLM) -> None:
+    [whole] = llm.generate("abc abc abc abc", PARAMS, method="ngram")
+    chunks = list(llm.stream("abc abc abc abc", PARAMS, method="ngram", trace=True))
+    assert "".join(c.text for c in chunks) == whole.text
+    assert [t for c in chunks for t in c.token_ids] == whole.token_ids
+    assert len(chunks) == whole.stats.passes
+    assert chunks[-1].finish_reason == "length"
+    assert chunks[-1].completion is not None
+    assert chunks[-1].completion.stats.passes == whole.stats.passes
+    assert [p.token for c in chunks for p in c.trace or []] == whole.token_ids
+
+
+def test_leaving_a_stream_cancels_it() -> None:
+    llm = make_llm(pause=0.005)
+    for _ in llm.stream("hello", SamplingParams(max_tokens=400, ignore_eos=True)):
+        break
+    [result] = llm.generate("after", PARAMS)
+    assert len(result.token_ids) == 30
+    assert llm.engine.scheduler.running == []
+
+
+def test_n_samples(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, n=3, ignore_eos=True, logprobs=2)
+    [result] = llm.generate("abc", params)
+    assert [o.index for o in result.outputs] == [0, 1, 2]
+    assert len({o.text for o in result.outputs}) == 3
+    [again] = llm.generate(
+        "abc",
+        SamplingParams(max_tokens=12, temperature=1.0, n=3, ignore_eos=True, seed=result.seed),
+    )
+    assert [o.text for o in again.outputs] == [o.text for o in result.outputs]
+    assert result.logprobs is not None
+    assert [row.token_id for row in result.logprobs] == result.token_ids
+    assert all(len(row.top) == 2 for row in result.logprobs)
+
+
+def test_prompt_logprobs(llm: LLM) -> None:
+    [result] = llm.generate("hello", SamplingParams(max_tokens=1, prompt_logprobs=1))
+    assert result.prompt_logprobs is not None
+    first, *rest = result.prompt_logprobs
+    assert first is None
+    assert [row.token_id for row in rest if row] == result.prompt_token_ids[1:]
+
+
+def test_one_bad_request_fails_alone(llm: LLM) -> None:
+    prompts: list[Prompt] = ["good", "", "also good", [10**6]]
+    results = llm.generate(prompts, PARAMS, method=["ngram", "plain", "plain", "plain"])
+    assert [r.error is None for r in results] == [True, False, True, False]
+    assert isinstance(results[1].error, InvalidPrompt)
+    assert results[1].finish_reason == "error"
+    [alone] = llm.generate("good", PARAMS)
+    assert results[0].token_ids == alone.token_ids
+    with pytest.raises(InvalidPrompt):
+        _ = results[3].text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "method", "error", "words"),
+    [
+        ("", "plain", InvalidPrompt, "empty"),
+        ("x" * 600, "plain", InvalidPrompt, "600 tokens"),
+        ([1.5], "plain", InvalidPrompt, "token ids"),
+        ("x", "ngarm", UnknownMethod, "did you mean ngram"),
+        ("x", "ngram:size=3", UnknownMethod, "length, longest, shortest"),
+        ("x", "ngram:length=many", UnknownMethod, "type int"),
+        ("x", "ngram:length=0", UnknownMethod, "length >= 1"),
+        ("x", "draft", UnknownMethod, "draft:model="),
+        ("x", "draft:model=foreign", VocabularyMismatch, "7 and"),
+    ],
+)
+def test_bad_requests_say_what_to_do(
+    llm: LLM, prompt: Any, method: str, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        llm.generate(prompt, PARAMS, method=method)
+    with pytest.raises(error, match=words):
+        list(llm.stream(prompt, PARAMS, method=method))
+
+
+def test_lists_must_have_one_value_per_prompt(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2 values of method for 1 prompts"):
+        llm.generate(["a"], PARAMS, method=["plain", "plain"])
+
+
+def test_threads_share_one_engine(llm: LLM) -> None:
+    texts: dict[int, list[int]] = {}
+
+    def ask(i: int) -> None:
+        texts[i] = llm.generate(f"thread {i % 3}", PARAMS, method="ngram")[0].token_ids
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(9):
+        assert texts[i] == llm.generate(f"thread {i % 3}", PARAMS)[0].token_ids
+
+
+def test_a_broken_engine_tells_everybody_and_goes_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Any) -> Any:
+        raise RuntimeError("the card fell off")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model, "forward", broken)
+        results = llm.generate(["a", "b"], PARAMS)
+        assert all("card" in str(r.error) for r in results)
+    [after] = llm.generate("a", PARAMS)
+    assert len(after.token_ids) == 30
+    llm.engine.check_integrity()
+
+
+def test_closing(llm: LLM) -> None:
+    with llm:
+        llm.generate("a", PARAMS)
+    with pytest.raises(OutstrideError, match="closed"):
+        llm.generate("a", PARAMS)
+    make_llm().close()
+
+
+def test_async_surface() -> None:
+    async def scenario() -> None:
+        sync = make_llm()
+        expected = [r.token_ids for r in sync.generate(["abc abc", "xyz"], PARAMS)]
+        async with AsyncLLM(loaded()) as llm:
+            results = await llm.generate(["abc abc", "xyz"], PARAMS, method=["ngram", "plain"])
+            assert [r.token_ids for r in results] == expected
+            tokens: list[int] = []
+            async for chunk in llm.stream("abc abc", PARAMS, method="ngram"):
+                tokens += chunk.token_ids
+            assert tokens == expected[0]
+            [chat] = await llm.chat("hi", PARAMS)
+            assert chat.token_ids == sync.chat("hi", PARAMS)[0].token_ids
+            with pytest.raises(InvalidPrompt):
+                await llm.generate("", PARAMS)
+            mixed = await llm.generate(["", "xyz"], PARAMS)
+            assert mixed[0].error is not None
+            assert mixed[1].token_ids == expected[1]
+
+    asyncio.run(scenario())
+
+
+def test_cancelling_a_task_frees_its_pages() -> None:
+    async def scenario() -> None:
+        async with AsyncLLM(make_slow()) as llm:
+            long = SamplingParams(max_tokens=400, ignore_eos=True)
+            task = asyncio.create_task(llm.generate("hello", long))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await llm.generate("short", SamplingParams(max_tokens=2))
+            assert llm.engine.scheduler.running == []
+
+    asyncio.run(scenario())
+
+
+def make_slow() -> Loaded:
+    slow = make_llm(pause=0.005)
+    return Loaded(slow.model, slow.tokenizer, "toy", 512, Path("toy"))
+
+
+def test_public_names_are_there() -> None:
+    for name in outstride.__all__:
+        assert getattr(outstride, name) is not None
+    with pytest.raises(AttributeError):
+        _ = outstride.nothing
