@@ -16,7 +16,8 @@ pytestmark = pytest.mark.model
 
 TEXT = """The library of Alexandria was one of the largest of the ancient world. It held, by some
 accounts, several hundred thousand scrolls, and scholars came from far away to study there. What
-became of it is not known for certain to anybody alive; fire, neglect and war are all named as its end. 1 + 2 = 3."""
+became of it is not known for certain to anybody alive; fire, neglect and war are all named as its
+end. 1 + 2 = 3."""
 
 
 @pytest.fixture(scope="module")

@@ -368,6 +368,7 @@ def prove(
         if progress is not None:
             progress(done, total)
 
+    tick(0)
     references: dict[int, Result] = {}
     for chunk in _batches(len(prompts), batch):
         group = [tokens[i] for i in chunk]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -125,14 +126,7 @@ def waiting(message: str) -> Iterator[None]:
 @contextmanager
 def bar(message: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on standard error; yields what to call with how much of how much is done."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     screen = console(error=True)
     columns = (
@@ -140,15 +134,17 @@ def bar(message: str) -> Iterator[Callable[[int, int], None]]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("[dim]left[/dim]"),
-        TimeRemainingColumn(),
+        TextColumn("[dim]{task.fields[left]}[/dim]"),
     )
+    start = time.monotonic()
     with Progress(
         *columns, console=screen, transient=True, disable=not screen.is_terminal
     ) as progress:
-        task = progress.add_task(message, total=None)
+        task = progress.add_task(message, total=None, left="")
 
         def show(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
+            seconds = (time.monotonic() - start) / done * (total - done) if done else 0.0
+            left = f"about {max(1, round(seconds))} s left" if seconds else ""
+            progress.update(task, completed=done, total=total, left=left)
 
         yield show

@@ -1,1 +1,1 @@
-
+"""Decoders, loaders and tokenizers."""

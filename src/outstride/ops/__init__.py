@@ -1,1 +1,1 @@
-
+"""The handful of operations that a pass needs."""

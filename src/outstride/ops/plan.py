@@ -26,7 +26,7 @@ ROWS = 32
 """Query rows of a tile: a row is one query head of one node."""
 KEYS = 64
 """Keys of a block."""
-PAIRS = 256
+PAIRS = 96
 """About how many pairs (times key heads) are in flight at once: bounds memory, not results."""
 
 _NOBODY = -2
