@@ -18,6 +18,7 @@ from outstride.core.proposal import Wants
 from outstride.errors import CorruptModel, UnsupportedModel
 from outstride.models.config import DecoderConfig
 from outstride.models.load import load
+from outstride.ops.reference import Reference
 from tests.models.checkpoints import VARIANTS, expected, make, save
 from tests.models.drive import Hand, logits, tokens
 
@@ -121,8 +122,9 @@ def test_harmless_tensors(folder: Path) -> None:
 def test_duplicate_of_a_tied_head(tmp_path: Path) -> None:
     folder = save(make("llama tied"), tmp_path)
     change_tensors(folder, **{"lm_head.weight": torch.zeros(97, 48)})
-    model = load(str(folder), pages=1).model
-    assert model.head is model.embedding
+    ops = load(str(folder), pages=1).model.ops
+    assert isinstance(ops, Reference)
+    assert ops.vocabulary is ops.embedding
 
 
 def test_wrong_shape(folder: Path) -> None:
@@ -217,7 +219,8 @@ def test_features_are_stored_and_moved(sound: Path) -> None:
 
 def test_extra_rows(sound: Path) -> None:
     model = load(str(sound), pages=16).model
-    rows = model.embedding[[5, 7]].clone()
+    assert isinstance(model.ops, Reference)
+    rows = model.ops.embedding[[5, 7]].clone()
     first = model.add_rows(rows)
     assert first == 97
     assert model.add_rows(rows) == 99

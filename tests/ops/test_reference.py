@@ -12,7 +12,8 @@ import torch
 from outstride.core.graph import block, chain, tree
 from outstride.core.sequence import Table
 from outstride.ops import reference as ops
-from outstride.ops.plan import Span, plan
+from outstride.ops.contract import Span
+from outstride.ops.plan import plan
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -95,6 +95,23 @@ class Scores:
     logits: FloatArray | None = None
     hidden: Mapping[int, FloatArray] = field(default_factory=dict)
     """By layer, one row per node of the graph that this pass computed."""
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Scores]) -> Scores:
+        """The scores of one proposal from those of consecutive nodes."""
+        first = pieces[0]
+        if len(pieces) == 1:
+            return first
+        rows = [piece.rows for piece in pieces if piece.rows is not None]
+        logits = [piece.logits for piece in pieces if piece.logits is not None]
+        return cls(
+            nodes=np.concatenate([piece.nodes for piece in pieces]),
+            best=np.concatenate([piece.best for piece in pieces]),
+            logprobs=tuple(line for piece in pieces for line in piece.logprobs),
+            rows=np.concatenate(rows) if rows else None,
+            logits=np.concatenate(logits) if logits else None,
+            hidden=first.hidden,
+        )
 
     def row(self, node: NodeId) -> int:
         """The line of the tables that belongs to a node."""

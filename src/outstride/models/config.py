@@ -182,6 +182,16 @@ class DecoderConfig:
         if self.head_dim % 2:
             raise CorruptModel(f"heads of {self.head_dim} dimensions cannot be turned in pairs")
 
+    @property
+    def frequencies(self) -> list[float]:
+        """Radians per position of each pair of dimensions of a head."""
+        return self.rope.frequencies(self.head_dim)
+
+    @property
+    def rope_scale(self) -> float:
+        """What cosines and sines are multiplied with."""
+        return self.rope.scale
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the model needs, and its shape."""
         hidden, inner = self.hidden_size, self.intermediate_size

@@ -1,18 +1,16 @@
 """`Decoder`: one transformer for the Llama, Mistral, Qwen and SmolLM families.
 
-It runs token graphs over a paged cache, all in float32, through operations whose rows do not
-depend on each other: a node gets the same bits alone, in a long prompt, in a tree or in a batch.
+It runs token graphs over a paged cache through operations whose rows do not depend on each other:
+a node gets the same bits alone, in a long prompt, in a tree or in a batch.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,33 +18,11 @@ import torch
 from outstride.core.contracts import CAUSAL, Work
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.proposal import Proposal, Scores
-from outstride.core.select import select
 from outstride.core.sequence import Table
 from outstride.models import weights
 from outstride.models.config import DecoderConfig
-from outstride.ops import reference as ops
-from outstride.ops.plan import Plan, Span, plan
-
-HEAD_ROWS = 64
-"""So many rows of the vocabulary exist at once, however many nodes are wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """The weights of one layer; matrices that share their input are one matrix."""
-
-    attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    output: torch.Tensor
-    output_bias: torch.Tensor | None
-    mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+from outstride.ops.contract import LayerWeights, Model, Ops, Span, State, Wanted
+from outstride.ops.reference import Reference
 
 
 @dataclass(slots=True)
@@ -56,7 +32,8 @@ class _Part:
     work: Work
     start: int
     stop: int
-    state: torch.Tensor
+    state: State | FloatArray | None
+    """None until the first layer: its inputs are still to be embedded."""
     hidden: dict[int, FloatArray] = field(default_factory=dict)
 
     @property
@@ -66,25 +43,13 @@ class _Part:
     @property
     def count(self) -> int:
         """How many nodes this pass computes."""
-        return len(self.state)
+        return len(self.work.proposal.graph) - self.work.first
 
     @property
     def wanted(self) -> IntArray:
         """Nodes that reach the head; those of earlier rounds have had their scores."""
         nodes = self.work.proposal.wanted
         return nodes[nodes >= self.work.first]
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """The parts that run through the same layers together, row below row."""
-
-    parts: list[_Part]
-    rows: list[slice]
-    slots: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-    plans: dict[int | None, Plan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +74,6 @@ def _digest(config: DecoderConfig, tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _pool(*shape: int) -> torch.Tensor:
-    """Zeros that take memory only once they are written, a small page at a time.
-
-    numpy would ask for huge pages here, and a first entry in each layer would cost megabytes.
-    """
-    if not (count := math.prod(shape)):
-        return torch.zeros(shape)
-    memory = mmap.mmap(-1, count * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=torch.float32).view(shape)
-
-
 class Decoder:
     """A causal decoder with a paged cache. Implements `core.contracts.Model`.
 
@@ -136,6 +90,7 @@ class Decoder:
         pages: int,
         page_size: int = 16,
         features: tuple[int, ...] = (),
+        make_ops: Callable[[Model], Ops] = Reference,
     ) -> None:
         weights.check(config, tensors)
         if any(not 0 <= layer <= config.layers for layer in features):
@@ -148,27 +103,22 @@ class Decoder:
         self.pages = pages
         self.features = features
         digest = _digest(config, tensors)
-        self.embedding = weights.joined([tensors.pop("model.embed_tokens.weight")])
-        self.layers = [self._take_layer(tensors, i) for i in range(config.layers)]
-        self.norm = weights.joined([tensors.pop("model.norm.weight")])
-        self.head = (
-            self.embedding if config.tied else weights.joined([tensors.pop("lm_head.weight")])
+        model = Model(
+            shape=config,
+            embedding=weights.joined([tensors.pop("model.embed_tokens.weight")]),
+            layers=[self._take_layer(tensors, i) for i in range(config.layers)],
+            norm=weights.joined([tensors.pop("model.norm.weight")]),
+            head=None if config.tied else weights.joined([tensors.pop("lm_head.weight")]),
+            slots=pages * page_size,
+            page_size=page_size,
+            features=features,
         )
-        self.extra = torch.empty(0, config.hidden_size)
-        self._inverse = torch.tensor(
-            config.rope.frequencies(config.head_dim), dtype=torch.float64
-        ).to(torch.float32)
-        slots, heads = pages * page_size, config.kv_heads
-        self._keys = [_pool(heads, slots, config.head_dim) for _ in range(config.layers)]
-        self._values = [
-            _pool(heads, slots, config.head_dim + ops.SPARE) for _ in range(config.layers)
-        ]
-        self._features = _pool(slots, len(features) * config.hidden_size)
+        self.ops = make_ops(model)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="outstride-model")
-        build = f"{digest} {ops.NAME} torch {torch.__version__} threads {torch.get_num_threads()}"
+        build = f"{digest} {self.ops.name} torch {torch.__version__}"
         self.fingerprint = hashlib.sha256(build.encode()).hexdigest()[:16]
 
-    def _take_layer(self, tensors: dict[str, torch.Tensor], index: int) -> Layer:
+    def _take_layer(self, tensors: dict[str, torch.Tensor], index: int) -> LayerWeights:
         """Takes a layer's tensors out of the dictionary."""
         config = self.config
 
@@ -179,7 +129,7 @@ class Decoder:
             return take(*names) if present else None
 
         qkv = [f"self_attn.{name}_proj" for name in "qkv"]
-        return Layer(
+        return LayerWeights(
             attention_norm=take("input_layernorm.weight"),
             qkv=take(*(f"{name}.weight" for name in qkv)),
             qkv_bias=maybe(config.qkv_bias, *(f"{name}.bias" for name in qkv)),
@@ -196,9 +146,7 @@ class Decoder:
 
     def add_rows(self, rows: torch.Tensor) -> int:
         """Adds embedding rows (masks, prompt tokens); returns the id of the first."""
-        first = self.vocab_size + len(self.extra)
-        self.extra = torch.cat([self.extra, weights.joined([rows])])
-        return first
+        return self.vocab_size + self.ops.add_rows(weights.joined([rows]))
 
     # --- the contract -----------------------------------------------------------------------------
 
@@ -215,7 +163,7 @@ class Decoder:
         """The stored states at a kept position, one layer behind the other."""
         entry = table.positions.index(position)
         slot = table.pages[entry // self.page_size] * self.page_size + entry % self.page_size
-        return np.array(self._features[slot].numpy(), dtype=np.float32)
+        return self.ops.feature(slot)
 
     def close(self) -> None:
         """Ends the model's thread; nothing may be asked of it afterwards."""
@@ -225,11 +173,7 @@ class Decoder:
 
     @torch.inference_mode()
     def _move(self, sources: IntArray, targets: IntArray) -> None:
-        read, write = torch.from_numpy(np.asarray(sources)), torch.from_numpy(np.asarray(targets))
-        for pool in (*self._keys, *self._values):
-            pool.index_copy_(1, write, pool.index_select(1, read))
-        if self.features:
-            self._features.index_copy_(0, write, self._features.index_select(0, read))
+        self.ops.move(np.asarray(sources), np.asarray(targets))
 
     @torch.inference_mode()
     def _forward(self, work: list[Work]) -> list[Scores]:
@@ -239,163 +183,50 @@ class Decoder:
             active = [p for p in parts if p.count and p.start <= low and high <= p.stop]
             if active:
                 self._run_layers(active, low, high)
-        return self._score(parts)
+        wanted = [Wanted(p.proposal, p.wanted, p.state, p.work.first) for p in parts]
+        return [
+            replace(scores, hidden=part.hidden)
+            for part, scores in zip(parts, self.ops.head(wanted), strict=True)
+        ]
 
     def _part(self, work: Work) -> _Part:
         proposal = work.proposal
         start, stop = proposal.layers or (0, self.config.layers)
-        if start == 0:
-            state = self._embed(proposal, work.first)
-        elif proposal.hidden is None:
+        part = _Part(work, start, stop, proposal.hidden if start else None)
+        if start and proposal.hidden is None:
             raise ValueError(f"a pass from layer {start} on needs hidden states")
-        else:
-            state = torch.from_numpy(np.ascontiguousarray(proposal.hidden, dtype=np.float32))
-            if len(state) != len(proposal.graph) - work.first:
-                raise ValueError("hidden states need one row for each node to be computed")
-        return _Part(work, start, stop, state)
-
-    def _embed(self, proposal: Proposal, first: int) -> torch.Tensor:
-        """The inputs of the nodes from `first` on."""
-        graph = proposal.graph
-        state = self._rows(np.maximum(graph.tokens[first:], 0))
-        for node, mixture in graph.mixtures.items():
-            if node >= first:
-                rows = self._rows(np.asarray(mixture.tokens, dtype=np.int64))
-                total = torch.zeros_like(rows[0])
-                for row, weight in zip(rows, mixture.weights, strict=True):
-                    total += row * weight
-                state[node - first] = total
-        return state
-
-    def _rows(self, tokens: IntArray) -> torch.Tensor:
-        """Embedding rows; ids beyond the vocabulary are the extra ones."""
-        ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64))
-        beyond = ids >= self.vocab_size
-        if not bool(beyond.any()):
-            return self.embedding.index_select(0, ids)
-        state = self.embedding.index_select(0, ids.masked_fill(beyond, 0))
-        state[beyond] = self.extra.index_select(0, ids[beyond] - self.vocab_size)
-        return state
-
-    def _batch(self, parts: list[_Part], low: int, high: int) -> _Batch:
-        """Puts parts below each other and works out who attends to what."""
-        rows, spans, row = [], [], 0
-        for part in parts:
-            rows.append(slice(row, row + part.count))
-            work = part.work
-            spans.append(Span(part.proposal.graph, work.slots, work.table, work.first, row))
-            row += part.count
-        positions = np.zeros(ops.padded(row), dtype=np.int64)
-        positions[:row] = np.concatenate(
-            [p.proposal.graph.positions[p.work.first :] for p in parts]
-        )
-        slots = np.concatenate([p.work.slots[p.work.first :] for p in parts])
-        cos, sin = ops.rope_tables(
-            torch.from_numpy(positions), self._inverse, self.config.rope.scale
-        )
-        plans = {
-            window: plan(
-                spans,
-                group=self.config.heads // self.config.kv_heads,
-                kv_heads=self.config.kv_heads,
-                window=window,
-                page_size=self.page_size,
-            )
-            for window in dict.fromkeys(self.config.windows[low:high])
-        }
-        return _Batch(parts, rows, torch.from_numpy(slots), cos, sin, plans)
+        if proposal.hidden is not None and len(proposal.hidden) != part.count:
+            raise ValueError("hidden states need one row for each node to be computed")
+        return part
 
     def _run_layers(self, parts: list[_Part], low: int, high: int) -> None:
         """Takes the parts' states from the entrance of layer `low` to that of layer `high`."""
-        batch = self._batch(parts, low, high)
-        x = ops.pad(torch.cat([part.state for part in parts]))
-        for index in range(low, high):
-            self._record(batch, index, x)
-            layer = self.layers[index]
-            x = x + self._attend(index, ops.rms_norm(x, layer.attention_norm, self._eps), batch)
-            x = x + self._mlp(layer, ops.rms_norm(x, layer.mlp_norm, self._eps))
-        self._record(batch, high, x, last=True)
-        for part, rows in zip(parts, batch.rows, strict=True):
-            part.state = x[rows]
+        ops, spans, row = self.ops, [], 0
+        for part in parts:
+            work = part.work
+            spans.append(Span(part.proposal.graph, work.slots, work.table, work.first, row))
+            row += part.count
+        batch = ops.begin(spans, self.config.windows[low:high])
 
-    @property
-    def _eps(self) -> float:
-        return self.config.norm_eps
+        def layers() -> State:
+            x = ops.enter(batch, [part.state for part in parts])
+            for layer in range(low, high):
+                ops.keep_features(layer, x, batch)
+                self._record(parts, spans, layer, x)
+                queries = ops.project(layer, x, batch)
+                x = ops.output(layer, x, ops.attend(layer, queries, batch), batch)
+                x = ops.mlp(layer, x, batch)
+            if high == self.config.layers:
+                ops.keep_features(high, x, batch)
+            return x
 
-    def _attend(self, index: int, x: torch.Tensor, batch: _Batch) -> torch.Tensor:
-        config, layer = self.config, self.layers[index]
-        rows, size, kv_heads = len(x), config.head_dim, config.kv_heads
-        qkv = ops.linear(x, layer.qkv, layer.qkv_bias).view(rows, -1, size)
-        q, k, v = torch.split(qkv, [config.heads, kv_heads, kv_heads], dim=1)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            q = ops.rms_norm(q.contiguous(), layer.query_norm, self._eps)
-            k = ops.rms_norm(k.contiguous(), layer.key_norm, self._eps)
-        if config.rope_layers[index]:
-            q, k = ops.rope(q, batch.cos, batch.sin), ops.rope(k, batch.cos, batch.sin)
-        keys, values, count = self._keys[index], self._values[index], len(batch.slots)
-        keys.index_copy_(1, batch.slots, k[:count].transpose(0, 1))
-        kept = x.new_ones(kv_heads, count, size + ops.SPARE)
-        kept[..., :size] = v[:count].transpose(0, 1)
-        values.index_copy_(1, batch.slots, kept)
-        q = (q * size**-0.5).view(rows, kv_heads, -1, size).transpose(0, 1)
-        mixed = ops.attention(
-            q.reshape(kv_heads, -1, size), keys, values, batch.plans[config.windows[index]]
-        )
-        mixed = mixed.view(kv_heads, rows, -1, size).transpose(0, 1).reshape(rows, -1)
-        return ops.linear(mixed, layer.output, layer.output_bias)
+        x = ops.run(layers, batch)
+        self._record(parts, spans, high, x)
+        for part, span in zip(parts, spans, strict=True):
+            part.state = ops.leave(x, span.rows)
 
-    @staticmethod
-    def _mlp(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        gate, up = ops.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return ops.linear(ops.silu_mul(gate, up), layer.down, layer.down_bias)
-
-    def _record(self, batch: _Batch, layer: int, x: torch.Tensor, *, last: bool = False) -> None:
-        """Keeps what drafters want of the states that enter a layer.
-
-        Where a run of layers ends in the middle, the next run records the same state again.
-        """
-        if layer in self.features and (not last or layer == self.config.layers):
-            size, at = self.config.hidden_size, self.features.index(layer)
-            plane = self._features[:, at * size : (at + 1) * size]
-            plane.index_copy_(0, batch.slots, x[: len(batch.slots)])
-        for part, rows in zip(batch.parts, batch.rows, strict=True):
+    def _record(self, parts: list[_Part], spans: list[Span], layer: int, x: State) -> None:
+        """Reads out the states that proposals want of those that enter a layer."""
+        for part, span in zip(parts, spans, strict=True):
             if layer in part.proposal.wants.hidden:
-                part.hidden[layer] = x[rows].numpy().copy()
-
-    # --- the head ---------------------------------------------------------------------------------
-
-    def _score(self, parts: list[_Part]) -> list[Scores]:
-        """Only wanted nodes reach the head, those of all parts together and a few at a time."""
-        lines = [(part, node) for part in parts for node in part.wanted.tolist()]
-        pieces: dict[int, list[Scores]] = {id(part): [] for part in parts}
-        for start in range(0, len(lines), HEAD_ROWS):
-            some = lines[start : start + HEAD_ROWS]
-            x = torch.stack([part.state[node - part.work.first] for part, node in some])
-            raw = ops.linear(ops.rms_norm(ops.pad(x), self.norm, self._eps), self.head).numpy()
-            row = 0
-            for _, group in groupby(some, key=lambda line: id(line[0])):
-                mine = list(group)
-                part, nodes = mine[0][0], np.asarray([node for _, node in mine])
-                found = select(part.proposal, nodes, raw[row : row + len(mine)])
-                pieces[id(part)].append(found)
-                row += len(mine)
-        return [self._gather(part, pieces[id(part)]) for part in parts]
-
-    def _gather(self, part: _Part, pieces: list[Scores]) -> Scores:
-        """A part's scores from those of its rows."""
-        if not pieces:
-            nothing = np.zeros((0, self.vocab_size), dtype=np.float32)
-            pieces = [select(part.proposal, part.wanted, nothing)]
-        wants = part.proposal.wants
-        return Scores(
-            nodes=part.wanted,
-            best=np.concatenate([piece.best for piece in pieces]),
-            logprobs=tuple(line for piece in pieces for line in piece.logprobs),
-            rows=np.concatenate([p.rows for p in pieces if p.rows is not None])
-            if wants.rows
-            else None,
-            logits=np.concatenate([p.logits for p in pieces if p.logits is not None])
-            if wants.logits
-            else None,
-            hidden=part.hidden,
-        )
+                part.hidden[layer] = self.ops.read(self.ops.leave(x, span.rows))

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from outstride.core.graph import BoolArray, IntArray, TokenGraph
-from outstride.core.sequence import Table
+from outstride.core.graph import BoolArray, IntArray
+from outstride.ops.contract import Span
 
 ROWS = 32
 """Query rows of a tile: a row is one query head of one node."""
@@ -31,17 +31,6 @@ PAIRS = 96
 
 _NOBODY = -2
 _CONTEXT = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One sequence's part of a pass: its computed nodes stand at rows `row`, `row + 1`, …"""
-
-    graph: TokenGraph
-    slots: IntArray
-    table: Table
-    first: int
-    row: int
 
 
 @dataclass(frozen=True, slots=True)

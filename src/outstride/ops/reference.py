@@ -9,11 +9,20 @@ everything else is an elementwise function whose result does not depend on where
 
 from __future__ import annotations
 
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 
-from outstride.ops.plan import KEYS, ROWS, Plan
+from outstride.core.graph import FloatArray, IntArray
+from outstride.core.proposal import Scores
+from outstride.core.select import select
+from outstride.ops.contract import Model, Ops, Span, Wanted
+from outstride.ops.plan import KEYS, ROWS, Plan, plan
 
-NAME = "reference"
 TILE = 16
 """Rows of every matrix product. One row costs what sixteen cost, and gets the same bits."""
 WIDTH = 8192
@@ -116,3 +125,189 @@ def attention(
                     sums.index_copy_(1, level.onto, right)
         result.index_copy_(1, chunk.rows, sums[..., :size] / sums[..., size : size + 1])
     return result
+
+
+# --- the operations of a pass -----------------------------------------------------------------------
+
+HEAD_ROWS = 64
+"""So many rows of the vocabulary exist at once, however many nodes are wanted."""
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    """Zeros that take memory only once they are written, a small page at a time.
+
+    numpy would ask for huge pages here, and a first entry in each layer would cost megabytes.
+    """
+    if not (count := math.prod(shape)):
+        return torch.zeros(shape)
+    memory = mmap.mmap(-1, count * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.float32).view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is worked out once for a run of layers."""
+
+    spans: Sequence[Span]
+    slots: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    plans: dict[int | None, Plan]
+
+
+class Reference(Ops):
+    """Weights and cache in float32, passes in torch."""
+
+    def __init__(self, model: Model) -> None:
+        self._shape = shape = model.shape
+        self.embedding, self._layers, self._norm = model.embedding, model.layers, model.norm
+        self.vocabulary = model.embedding if model.head is None else model.head
+        self._extra = torch.empty(0, shape.hidden_size)
+        self._inverse = torch.tensor(shape.frequencies, dtype=torch.float64).to(torch.float32)
+        slots, heads, size = model.slots, shape.kv_heads, shape.head_dim
+        self._page_size = model.page_size
+        self._keys = [zeros(heads, slots, size) for _ in range(shape.layers)]
+        self._values = [zeros(heads, slots, size + SPARE) for _ in range(shape.layers)]
+        self._planes = model.features
+        self._features = zeros(slots, len(model.features) * shape.hidden_size)
+        self.name = f"reference fp32 threads {torch.get_num_threads()}"
+
+    def begin(self, spans: Sequence[Span], windows: Sequence[int | None]) -> Batch:
+        shape, rows = self._shape, spans[-1].rows.stop
+        positions = np.zeros(padded(rows), dtype=np.int64)
+        positions[:rows] = np.concatenate([s.graph.positions[s.first :] for s in spans])
+        slots = np.concatenate([s.slots[s.first :] for s in spans])
+        cos, sin = rope_tables(torch.from_numpy(positions), self._inverse, shape.rope_scale)
+        plans = {
+            window: plan(
+                spans,
+                group=shape.heads // shape.kv_heads,
+                kv_heads=shape.kv_heads,
+                window=window,
+                page_size=self._page_size,
+            )
+            for window in dict.fromkeys(windows)
+        }
+        return Batch(spans, torch.from_numpy(slots), cos, sin, plans)
+
+    def enter(
+        self, batch: Batch, states: Sequence[torch.Tensor | FloatArray | None]
+    ) -> torch.Tensor:
+        entered = []
+        for span, state in zip(batch.spans, states, strict=True):
+            if state is None:
+                state = self._embed(span)
+            elif not isinstance(state, torch.Tensor):
+                state = torch.from_numpy(np.ascontiguousarray(state, dtype=np.float32))
+            entered.append(state)
+        return pad(torch.cat(entered))
+
+    def _embed(self, span: Span) -> torch.Tensor:
+        """The inputs of a span's nodes; a mixture is summed in the order in which it is given."""
+        graph, first = span.graph, span.first
+        state = self._rows(np.maximum(graph.tokens[first:], 0))
+        for node, mixture in graph.mixtures.items():
+            if node >= first:
+                rows = self._rows(np.asarray(mixture.tokens, dtype=np.int64))
+                total = torch.zeros_like(rows[0])
+                for row, weight in zip(rows, mixture.weights, strict=True):
+                    total += row * weight
+                state[node - first] = total
+        return state
+
+    def _rows(self, tokens: IntArray) -> torch.Tensor:
+        """Embedding rows; ids beyond the vocabulary are the extra ones."""
+        ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64))
+        size = self._shape.vocab_size
+        beyond = ids >= size
+        if not bool(beyond.any()):
+            return self.embedding.index_select(0, ids)
+        state = self.embedding.index_select(0, ids.masked_fill(beyond, 0))
+        state[beyond] = self._extra.index_select(0, ids[beyond] - size)
+        return state
+
+    def project(self, layer: int, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        shape, weights, rows = self._shape, self._layers[layer], len(x)
+        kv_heads, size, eps = shape.kv_heads, shape.head_dim, shape.norm_eps
+        normed = rms_norm(x, weights.attention_norm, eps)
+        qkv = linear(normed, weights.qkv, weights.qkv_bias).view(rows, -1, size)
+        q, k, v = qkv.split_with_sizes([shape.heads, kv_heads, kv_heads], dim=1)
+        if weights.query_norm is not None and weights.key_norm is not None:
+            q = rms_norm(q.contiguous(), weights.query_norm, eps)
+            k = rms_norm(k.contiguous(), weights.key_norm, eps)
+        if shape.rope_layers[layer]:
+            q, k = rope(q, batch.cos, batch.sin), rope(k, batch.cos, batch.sin)
+        keys, values, count = self._keys[layer], self._values[layer], len(batch.slots)
+        keys.index_copy_(1, batch.slots, k[:count].transpose(0, 1))
+        kept = x.new_ones(kv_heads, count, size + SPARE)
+        kept[..., :size] = v[:count].transpose(0, 1)
+        values.index_copy_(1, batch.slots, kept)
+        grouped = (q * size**-0.5).view(rows, kv_heads, -1, size).transpose(0, 1)
+        queries: torch.Tensor = grouped.reshape(kv_heads, -1, size)
+        return queries
+
+    def attend(self, layer: int, queries: torch.Tensor, batch: Batch) -> torch.Tensor:
+        shape = self._shape
+        chosen = batch.plans[shape.windows[layer]]
+        mixed = attention(queries, self._keys[layer], self._values[layer], chosen)
+        rows = mixed.shape[1] * shape.kv_heads // shape.heads
+        grouped = mixed.view(shape.kv_heads, rows, -1, shape.head_dim)
+        return grouped.transpose(0, 1).reshape(rows, -1)
+
+    def output(
+        self, layer: int, x: torch.Tensor, mixed: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        weights = self._layers[layer]
+        return x + linear(mixed, weights.output, weights.output_bias)
+
+    def mlp(self, layer: int, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        weights = self._layers[layer]
+        normed = rms_norm(x, weights.mlp_norm, self._shape.norm_eps)
+        gate, up = linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
+        return x + linear(silu_mul(gate, up), weights.down, weights.down_bias)
+
+    def keep_features(self, layer: int, x: torch.Tensor, batch: Batch) -> None:
+        if layer in self._planes:
+            size, at = self._shape.hidden_size, self._planes.index(layer)
+            plane = self._features[:, at * size : (at + 1) * size]
+            plane.index_copy_(0, batch.slots, x[: len(batch.slots)])
+
+    def leave(self, x: torch.Tensor, rows: slice) -> torch.Tensor:
+        return x[rows]
+
+    def read(self, state: torch.Tensor) -> FloatArray:
+        return np.array(state.numpy(), dtype=np.float32)
+
+    def head(self, wanted: Sequence[Wanted]) -> list[Scores]:
+        """A few rows of the vocabulary at a time."""
+        lines = [(i, int(node)) for i, item in enumerate(wanted) for node in item.nodes]
+        scores: list[list[Scores]] = [[] for _ in wanted]
+        for start in range(0, len(lines), HEAD_ROWS):
+            some = lines[start : start + HEAD_ROWS]
+            x = torch.stack([wanted[i].state[node - wanted[i].first] for i, node in some])
+            normed = rms_norm(pad(x), self._norm, self._shape.norm_eps)
+            raw = linear(normed, self.vocabulary).numpy()
+            for i in dict.fromkeys(i for i, _ in some):
+                mine = [n for n, (owner, _) in enumerate(some) if owner == i]
+                nodes = np.asarray([some[n][1] for n in mine])
+                scores[i].append(select(wanted[i].proposal, nodes, raw[mine[0] : mine[-1] + 1]))
+        nothing = np.zeros((0, self._shape.vocab_size), dtype=np.float32)
+        return [
+            Scores.joined(found or [select(item.proposal, item.nodes, nothing)])
+            for item, found in zip(wanted, scores, strict=True)
+        ]
+
+    def move(self, sources: IntArray, targets: IntArray) -> None:
+        read, write = torch.from_numpy(sources), torch.from_numpy(targets)
+        for pool in (*self._keys, *self._values):
+            pool.index_copy_(1, write, pool.index_select(1, read))
+        if self._planes:
+            self._features.index_copy_(0, write, self._features.index_select(0, read))
+
+    def feature(self, slot: int) -> FloatArray:
+        return np.array(self._features[slot].numpy(), dtype=np.float32)
+
+    def add_rows(self, rows: torch.Tensor) -> int:
+        before = len(self._extra)
+        self._extra = torch.cat([self._extra, rows.to(torch.float32)])
+        return before
