@@ -108,9 +108,12 @@ class _Base:
         pages: int | None = None,
         max_nodes: int = 256,
         max_sequences: int = 64,
+        weights: str = "auto",
     ) -> None:
-        self._pages = pages
-        loaded = model if isinstance(model, Loaded) else load(str(model), pages=pages)
+        self._pages, self._weights = pages, weights
+        if not isinstance(model, Loaded):
+            model = load(str(model), pages=pages, weights=weights)
+        loaded = model
         if max_nodes < 1 or max_sequences < 1:
             raise InvalidParams("max_nodes and max_sequences must be at least 1")
         self.name = loaded.name
@@ -146,7 +149,7 @@ class _Base:
     def _draft_model(self, name: str) -> str:
         key = f"draft {name}"
         if key not in self.engine.passes.models:
-            loaded = load(name, pages=self._pages)
+            loaded = load(name, pages=self._pages, weights=self._weights)
             if not self.tokenizer.same_vocabulary(loaded.tokenizer):
                 raise VocabularyMismatch(
                     f"{name} cannot draft for {self.name}: their vocabularies differ "

@@ -70,4 +70,4 @@ def make_llm(*, pages: int = 256, context: int = 512, pause: float = 0.0, name: 
 
 def context(**options: Any) -> Context:
     """What commands are given in tests: whatever model they ask for, they get the toy."""
-    return Context(load=lambda name: make_llm(name=name, **options))
+    return Context(load=lambda name, _: make_llm(name=name, **options))

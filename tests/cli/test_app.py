@@ -56,7 +56,7 @@ def test_wrong_usage(shell: Shell, arguments: list[str]) -> None:
 
 
 def failing(error: BaseException) -> Context:
-    def load(_name: str) -> LLM:
+    def load(_name: str, _weights: str) -> LLM:
         raise error
 
     return Context(load=load)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,10 @@ from outstride.core.proposal import Proposal, Scores, Wants
 from outstride.core.sequence import Table
 from outstride.models.config import DecoderConfig, RopeConfig
 from outstride.models.decoder import Decoder
+from outstride.models.load import Loaded
+from outstride.models.load import load as load_model
+from outstride.ops.contract import Model, Ops
+from outstride.ops.reference import Reference
 
 PAGE = 16
 
@@ -40,9 +45,18 @@ def tiny(**changes: object) -> DecoderConfig:
 
 
 def random_decoder(
-    config: DecoderConfig, *, pages: int = 64, features: tuple[int, ...] = (), seed: int = 0
+    config: DecoderConfig,
+    *,
+    pages: int = 64,
+    features: tuple[int, ...] = (),
+    seed: int = 0,
+    make_ops: Callable[[Model], Ops] = Reference,
+    rounded: bool = False,
 ) -> Decoder:
-    """A decoder with random weights, large enough that attention and logits are not flat."""
+    """A decoder with random weights, large enough that attention and logits are not flat.
+
+    rounded: each row of a matrix is a multiple of its own 127th part, as int8 weights are.
+    """
     source = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in config.shapes().items():
@@ -51,7 +65,12 @@ def random_decoder(
             tensors[name] = 1 + 0.1 * values
         else:
             tensors[name] = values * (0.5 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5)
-    return Decoder(config, tensors, pages=pages, page_size=PAGE, features=features)
+        if rounded and len(shape) == 2:
+            step = tensors[name].abs().amax(dim=1, keepdim=True) / 127
+            tensors[name] = (tensors[name] / step).round() * step
+    return Decoder(
+        config, tensors, pages=pages, page_size=PAGE, features=features, make_ops=make_ops
+    )
 
 
 @dataclass
@@ -121,3 +140,8 @@ def logits(scores: Scores) -> FloatArray:
 def tokens(count: int, seed: int = 0, vocab: int = 97) -> list[int]:
     """Random tokens."""
     return [int(t) for t in np.random.default_rng(seed).integers(0, vocab, count)]
+
+
+def load(name: str, **options: Any) -> Loaded:
+    """Loads a model to compute in fp32, as transformers does."""
+    return load_model(name, weights="fp32", **options)

@@ -17,10 +17,9 @@ from outstride.core.graph import NodeId, chain, tree
 from outstride.core.proposal import Wants
 from outstride.errors import CorruptModel, UnsupportedModel
 from outstride.models.config import DecoderConfig
-from outstride.models.load import load
 from outstride.ops.reference import Reference
 from tests.models.checkpoints import VARIANTS, expected, make, save
-from tests.models.drive import Hand, logits, tokens
+from tests.models.drive import Hand, load, logits, tokens
 
 
 def close(ours: Any, theirs: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ end. 1 + 2 = 3."""
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    return load("smollm2", pages=256)
+    return load("smollm2", pages=256, weights="fp32")
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from outstride.errors import CorruptModel, UnsupportedModel
-from outstride.models.load import load
 from tests.models.checkpoints import expected, make
-from tests.models.drive import Hand, tokens
+from tests.models.drive import Hand, load, tokens
 
 NAMES = {
     "input_layernorm": "attn_norm",

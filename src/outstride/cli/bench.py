@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from outstride.cli import screen
-from outstride.cli.context import DEFAULT_MODEL, Context
+from outstride.cli.context import Context, add_model_options
 
 if TYPE_CHECKING:
     from outstride.bench.result import BenchResult
@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
         "length, and for several sequences at once. The last line is one JSON object.",
         allow_abbrev=False,
     )
-    step.add_argument("--model", default=DEFAULT_MODEL, help=f"(default {DEFAULT_MODEL})")
+    add_model_options(step)
     step.add_argument(
         "--nodes",
         type=_numbers,
@@ -97,7 +97,7 @@ def run_step(args: argparse.Namespace, context: Context) -> int:
     from outstride.bench.result import BenchResult
 
     wanted = step.cases(args.nodes, args.cached, args.lengths, args.sequences)
-    with context.load(args.model) as llm:
+    with context.load(args.model, args.weights) as llm:
         settings = {
             "model": llm.name,
             "fingerprint": llm.fingerprint,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outstride.cli import sampling, screen
-from outstride.cli.context import DEFAULT_MODEL, Context, check_method
+from outstride.cli.context import Context, add_model_options, check_method
 from outstride.core.params import SamplingParams
 from outstride.errors import InvalidParams, InvalidPrompt
 from outstride.results import Completion
@@ -42,11 +42,7 @@ def add(commands: Any) -> None:
         description="A conversation. Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help=f"alias, GGUF file, checkpoint folder or hub id (default {DEFAULT_MODEL})",
-    )
+    add_model_options(parser)
     parser.add_argument(
         "--method", default="plain", help="name or name:key=value,… (default plain)"
     )
@@ -59,7 +55,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     """Talks until the user leaves."""
     params = sampling.params_of(args)
     check_method(args.method)
-    with context.load(args.model) as llm:
+    with context.load(args.model, args.weights) as llm:
         chat = Chat(llm, method=args.method, params=params, system=args.system)
         llm.method(args.method)
         if sys.stdin.isatty():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +21,8 @@ DEFAULT_MODEL = "smollm2"
 class Context:
     """The seam between commands and models."""
 
-    load: Callable[[str], LLM]
+    load: Callable[[str, str], LLM]
+    """A model by name and weights format."""
 
 
 def usual() -> Context:
@@ -27,14 +30,32 @@ def usual() -> Context:
     return Context(load=_load)
 
 
-def _load(name: str) -> LLM:
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Which model, and in which format it computes."""
+    parser.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        help=f"alias, GGUF file, checkpoint folder or hub id (default {DEFAULT_MODEL})",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("auto", "int8", "fp32"),
+        default="auto",
+        help="format to compute in: int8 needs the native kernels, fp32 is the torch reference "
+        "(default auto: int8 where the kernels were built)",
+    )
+
+
+def _load(name: str, weights: str) -> LLM:
     from outstride.models.load import locate
 
     locate(name)  # a download shows its own progress, which a spinner would garble
     with screen.waiting(f"loading {name}"):
         from outstride.llm import LLM
 
-        return LLM(name)
+        llm = LLM(name, weights=weights)
+    print(f"{name}: {llm.model.ops.name}", file=sys.stderr)
+    return llm
 
 
 def check_method(spec: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from outstride.cli import sampling, screen
 from outstride.cli.bench import deliver, output
-from outstride.cli.context import DEFAULT_MODEL, Context, check_method
+from outstride.cli.context import Context, add_model_options, check_method
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--method", required=True, help="name or name:key=value,…")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"(default {DEFAULT_MODEL})")
+    add_model_options(parser)
     parser.add_argument(
         "--prompts",
         metavar="FILE",
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         raise InvalidParams("--limit must be at least 1")
     listed = prompts.read_prompts(args.prompts) if args.prompts else prompts.built_in()
     listed = prompts.spread(listed, args.limit)
-    with context.load(args.model) as llm:
+    with context.load(args.model, args.weights) as llm:
         result = BenchResult("prove", {"model": llm.name, "fingerprint": llm.fingerprint})
         with screen.bar(f"proving {args.method}") as progress:
             report = prove(

@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from outstride.cli import sampling, screen, trace
-from outstride.cli.context import DEFAULT_MODEL, Context, check_method
+from outstride.cli.context import Context, add_model_options, check_method
 from outstride.core.params import SamplingParams
 from outstride.errors import InvalidPrompt
 from outstride.results import Chunk, Completion
@@ -30,11 +30,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "prompt", metavar="PROMPT", help="the prompt; - reads it from standard input"
     )
-    parser.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help=f"alias, GGUF file, checkpoint folder or hub id (default {DEFAULT_MODEL})",
-    )
+    add_model_options(parser)
     parser.add_argument(
         "--method",
         default="plain",
@@ -60,7 +56,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     check_method(args.method)
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt = _prompt(text, args.system, raw=args.raw)
-    with context.load(args.model) as llm:
+    with context.load(args.model, args.weights) as llm:
         if args.json:
             _print_json(llm, prompt, params, args)
         else:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outstride.errors import DownloadFailed, ModelError, ModelNotFound, UnsupportedModel
+from outstride.errors import (
+    DownloadFailed,
+    InvalidParams,
+    ModelError,
+    ModelNotFound,
+    UnsupportedModel,
+)
 from outstride.models.fetch import ALIASES, fetch
 
 if TYPE_CHECKING:
@@ -18,7 +26,10 @@ if TYPE_CHECKING:
     from outstride.models.config import DecoderConfig
     from outstride.models.decoder import Decoder
     from outstride.models.tokenizer import Tokenizer
+    from outstride.ops.contract import Model, Ops
 
+WEIGHTS = ("auto", "int8", "fp32")
+"""Formats that a pass can compute in."""
 PAGE_SIZE = 16
 _POOL = 16_384
 """Tokens for which the cache has room by default, if two whole contexts are more."""
@@ -47,8 +58,19 @@ def aliases() -> list[str]:
     return sorted(ALIASES)
 
 
-def load(name: str, *, pages: int | None = None, features: tuple[int, ...] = ()) -> Loaded:
-    """Finds, fetches if need be, checks and loads a model."""
+def load(
+    name: str,
+    *,
+    pages: int | None = None,
+    features: tuple[int, ...] = (),
+    weights: str = "auto",
+) -> Loaded:
+    """Finds, fetches if need be, checks and loads a model.
+
+    weights: the format to compute in, `fp32` (torch, the reference) or `int8` (native kernels);
+    `auto` takes int8 where the kernels were built and says so where they were not.
+    """
+    make_ops = choose_ops(weights)
     path = locate(name)
     if path.is_dir():
         config, tensors, tokenizer = _from_folder(path)
@@ -58,9 +80,34 @@ def load(name: str, *, pages: int | None = None, features: tuple[int, ...] = ())
 
     if pages is None:
         pages = default_pages(config, features)
-    model = Decoder(config, tensors, pages=pages, page_size=PAGE_SIZE, features=features)
+    model = Decoder(
+        config, tensors, pages=pages, page_size=PAGE_SIZE, features=features, make_ops=make_ops
+    )
     context = min(config.context, pages * PAGE_SIZE)
     return Loaded(model=model, tokenizer=tokenizer, name=name, context=context, path=path)
+
+
+def choose_ops(weights: str) -> Callable[[Model], Ops]:
+    """The implementation of a pass for a weights format."""
+    from outstride.ops.cpu import native
+
+    if weights not in WEIGHTS:
+        raise InvalidParams(f"weights are {', '.join(WEIGHTS)}; not {weights!r}")
+    built = native.library_path() is not None
+    if weights == "int8" and not built:
+        raise UnsupportedModel(
+            "int8 weights need the native kernels, which were not built when Outstride was installed;"
+            " install a C++ compiler and install again, or use weights fp32"
+        )
+    if weights == "fp32" or not built:
+        from outstride.ops.reference import Reference
+
+        if weights == "auto":
+            print("no native kernels were built: passes run on torch in fp32", file=sys.stderr)
+        return Reference
+    from outstride.ops.cpu import Cpu
+
+    return Cpu
 
 
 def load_tokenizer(name: str) -> Tokenizer:

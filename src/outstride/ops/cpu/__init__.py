@@ -1,0 +1,408 @@
+"""Passes on CPUs in native code: int8 weights, 12-bit activations, attention over fp16 pages."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from outstride.core.graph import FloatArray, IntArray
+from outstride.core.proposal import Scores
+from outstride.core.select import select
+from outstride.ops.contract import LayerWeights, Model, Ops, Span, Wanted
+from outstride.ops.cpu import native
+from outstride.ops.cpu.keys import Keys, keys_of
+from outstride.ops.cpu.packed import Packed, alternating, rounded
+
+HEAD_ROWS = 64
+"""So many rows of the vocabulary exist at once, however many nodes are wanted."""
+
+
+def threads() -> int:
+    """As many as there are cores that this process may use."""
+    return max(1, min(64, len(os.sched_getaffinity(0))))
+
+
+@dataclass(slots=True)
+class _Layer:
+    attention_norm: FloatArray
+    query_norm: FloatArray | None
+    key_norm: FloatArray | None
+    mlp_norm: FloatArray
+    qkv: Packed
+    output: Packed
+    gate_up: Packed
+    down: Packed
+
+
+@dataclass(slots=True)
+class Batch:
+    """What is worked out once for a run of layers, and buffers that all of them use."""
+
+    spans: Sequence[Span]
+    rows: int
+    positions: IntArray
+    slots: IntArray
+    keys: Keys
+    nodes: dict[int | None, npt.NDArray[np.void]]
+    qkv: FloatArray
+    mixed: FloatArray
+    middle: FloatArray
+
+
+def _vector(tensor: torch.Tensor | None, width: int) -> FloatArray | None:
+    if tensor is None:
+        return None
+    result = np.zeros(width, dtype=np.float32)
+    result[: len(tensor)] = tensor.numpy()
+    return result
+
+
+def _needed(tensor: torch.Tensor, width: int) -> FloatArray:
+    result = _vector(tensor, width)
+    assert result is not None
+    return result
+
+
+def _address(array: npt.NDArray[np.generic] | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
+class Cpu(Ops):
+    """Weights in int8, cache in fp16."""
+
+    def __init__(self, model: Model, isa: int | None = None, count: int | None = None) -> None:
+        self._lib = native.library()
+        self._isa = self._lib.outstride_best_isa() if isa is None else isa
+        self._threads = threads() if count is None else count
+        self._shape = shape = model.shape
+        self._page_size = model.page_size
+        if model.page_size % 16:
+            raise ValueError("pages must hold a multiple of 16 entries")
+        self.width = rounded(shape.hidden_size, 32)
+        self._middle = rounded(shape.intermediate_size, 16)
+        self._heads_width = rounded(shape.heads * shape.head_dim, 16)
+        self._layers = []
+        for i, layer in enumerate(model.layers):
+            self._layers.append(self._pack(layer))
+            model.layers[i] = layer  # the caller's own list may drop it
+        self.vocabulary = Packed.of(
+            (model.embedding if model.head is None else model.head).numpy(), None, self.width
+        )
+        self.embedding = self.vocabulary
+        if model.head is not None:
+            self.embedding = Packed.of(model.embedding.numpy(), None, self.width)
+        self._norm = _needed(model.norm, self.width)
+        self._extra = np.zeros((0, shape.hidden_size), dtype=np.float32)
+        self._cos, self._sin = self._turns(min(shape.context, 1024))
+        entries = model.slots * shape.kv_heads * shape.head_dim
+        self._keys = [self._zeros(entries) for _ in range(shape.layers)]
+        self._values = [self._zeros(entries) for _ in range(shape.layers)]
+        self._planes = model.features
+        self._features = np.zeros(
+            (model.slots if model.features else 0, len(model.features) * shape.hidden_size),
+            dtype=np.float32,
+        )
+        self._capacity = 0
+        self._engine: int | None = None
+        self.name = f"cpu {native.ISAS[self._isa]} int8 x 12 bit, cache fp16"
+        self._open(256)
+
+    def _pack(self, layer: LayerWeights) -> _Layer:
+        shape, width = self._shape, self.width
+
+        def packed(weight: torch.Tensor, bias: torch.Tensor | None, depth: int) -> Packed:
+            return Packed.of(weight.numpy(), None if bias is None else bias.numpy(), depth)
+
+        gate_up_bias = layer.gate_up_bias
+        return _Layer(
+            attention_norm=_needed(layer.attention_norm, width),
+            query_norm=_vector(layer.query_norm, shape.head_dim),
+            key_norm=_vector(layer.key_norm, shape.head_dim),
+            mlp_norm=_needed(layer.mlp_norm, width),
+            qkv=packed(layer.qkv, layer.qkv_bias, width),
+            output=packed(layer.output, layer.output_bias, self._heads_width),
+            gate_up=Packed.of(
+                alternating(layer.gate_up.numpy()),
+                None if gate_up_bias is None else alternating(gate_up_bias.numpy()),
+                width,
+            ),
+            down=packed(layer.down, layer.down_bias, self._middle),
+        )
+
+    def _zeros(self, entries: int) -> npt.NDArray[np.uint16]:
+        """Half-precision zeros that take memory only once they are written."""
+        memory = mmap.mmap(-1, max(entries, 1) * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return np.frombuffer(memory, dtype=np.uint16)
+
+    def _turns(self, positions: int) -> tuple[FloatArray, FloatArray]:
+        """Cosines and sines of all angles up to a position."""
+        angles = np.outer(np.arange(positions), np.asarray(self._shape.frequencies))
+        scale = self._shape.rope_scale
+        return (
+            (np.cos(angles) * scale).astype(np.float32),
+            (np.sin(angles) * scale).astype(np.float32),
+        )
+
+    def _open(self, rows: int) -> None:
+        """A native engine with room for so many rows."""
+        if self._engine is not None:
+            self._lib.outstride_close(self._engine)
+        depth = max(self.width, self._middle, self._heads_width)
+        scratch = max(self.width, 24 * self._shape.head_dim)
+        self._engine = self._lib.outstride_open(self._threads, self._isa, rows, depth, scratch)
+        if not self._engine:
+            raise MemoryError("the native kernels could not be started")
+        self._capacity = rows
+
+    def __del__(self) -> None:
+        if getattr(self, "_engine", None):
+            self._lib.outstride_close(self._engine)
+
+    # --- the pass ---------------------------------------------------------------------------------
+
+    def begin(self, spans: Sequence[Span], windows: Sequence[int | None]) -> Batch:
+        rows = spans[-1].rows.stop
+        if rows > self._capacity:
+            self._open(rounded(rows, 256))
+        keys = keys_of(spans, self._page_size)
+        last = int(keys.positions.max())
+        if last >= len(self._cos):
+            self._cos, self._sin = self._turns(2 * last + 1)
+        slots = np.concatenate([s.slots[s.first :] for s in spans])
+        first = self._layers[0]
+        return Batch(
+            spans=spans,
+            rows=rows,
+            positions=np.ascontiguousarray(keys.positions),
+            slots=np.ascontiguousarray(slots),
+            keys=keys,
+            nodes={window: keys.within(window) for window in dict.fromkeys(windows)},
+            qkv=np.empty((rows, first.qkv.stride), dtype=np.float32),
+            mixed=np.zeros((rows, self._heads_width), dtype=np.float32),
+            middle=np.empty((rows, self._middle), dtype=np.float32),
+        )
+
+    def enter(self, batch: Batch, states: Sequence[FloatArray | None]) -> FloatArray:
+        x = np.zeros((batch.rows, self.width), dtype=np.float32)
+        for span, state in zip(batch.spans, states, strict=True):
+            if state is None:
+                x[span.rows] = self._embed(span)
+            else:
+                x[span.rows, : state.shape[1]] = state
+        return x
+
+    def _embed(self, span: Span) -> FloatArray:
+        """The inputs of a span's nodes; a mixture is summed in the order in which it is given."""
+        graph, first = span.graph, span.first
+        state = self._rows(np.maximum(graph.tokens[first:], 0))
+        for node, mixture in graph.mixtures.items():
+            if node >= first:
+                total = np.zeros(self.width, dtype=np.float32)
+                rows = self._rows(np.asarray(mixture.tokens, dtype=np.int64))
+                for row, weight in zip(rows, mixture.weights, strict=True):
+                    total += row * np.float32(weight)
+                state[node - first] = total
+        return state
+
+    def _rows(self, tokens: IntArray) -> FloatArray:
+        size = self._shape.vocab_size
+        beyond = tokens >= size
+        if not beyond.any():
+            return self.embedding.rows(tokens, self.width)
+        rows = self.embedding.rows(np.where(beyond, 0, tokens), self.width)
+        rows[beyond, : self._shape.hidden_size] = self._extra[tokens[beyond] - size]
+        return rows
+
+    def project(self, layer: int, x: FloatArray, batch: Batch) -> FloatArray:
+        shape, weights = self._shape, self._layers[layer]
+        self._lib.outstride_project(
+            self._engine,
+            native.Project(
+                x.ctypes.data,
+                weights.attention_norm.ctypes.data,
+                ctypes.pointer(weights.qkv.struct),
+                _address(weights.query_norm),
+                _address(weights.key_norm),
+                self._cos.ctypes.data,
+                self._sin.ctypes.data,
+                batch.positions.ctypes.data,
+                batch.slots.ctypes.data,
+                self._keys[layer].ctypes.data,
+                self._values[layer].ctypes.data,
+                batch.qkv.ctypes.data,
+                batch.rows,
+                self.width,
+                shape.hidden_size,
+                shape.heads,
+                shape.kv_heads,
+                shape.head_dim,
+                shape.rope_layers[layer],
+                shape.norm_eps,
+            ),
+        )
+        return batch.qkv
+
+    def attend(self, layer: int, queries: FloatArray, batch: Batch) -> FloatArray:
+        shape = self._shape
+        nodes = batch.nodes[shape.windows[layer]]
+        self._lib.outstride_attend(
+            self._engine,
+            native.Attend(
+                queries.ctypes.data,
+                self._keys[layer].ctypes.data,
+                self._values[layer].ctypes.data,
+                batch.keys.pages.ctypes.data,
+                batch.keys.tails.ctypes.data,
+                nodes.ctypes.data,
+                batch.mixed.ctypes.data,
+                len(nodes),
+                queries.shape[1],
+                batch.mixed.shape[1],
+                shape.heads,
+                shape.kv_heads,
+                shape.head_dim,
+                self._page_size,
+                shape.head_dim**-0.5,
+            ),
+        )
+        return batch.mixed
+
+    def output(self, layer: int, x: FloatArray, mixed: FloatArray, batch: Batch) -> FloatArray:
+        self._lib.outstride_output(
+            self._engine,
+            native.Output(
+                mixed.ctypes.data,
+                ctypes.pointer(self._layers[layer].output.struct),
+                x.ctypes.data,
+                batch.rows,
+                mixed.shape[1],
+                self.width,
+            ),
+        )
+        return x
+
+    def mlp(self, layer: int, x: FloatArray, batch: Batch) -> FloatArray:
+        weights = self._layers[layer]
+        self._lib.outstride_mlp(
+            self._engine,
+            native.Mlp(
+                x.ctypes.data,
+                weights.mlp_norm.ctypes.data,
+                ctypes.pointer(weights.gate_up.struct),
+                ctypes.pointer(weights.down.struct),
+                batch.middle.ctypes.data,
+                batch.rows,
+                self.width,
+                self._shape.hidden_size,
+                self._shape.norm_eps,
+            ),
+        )
+        return x
+
+    def keep_features(self, layer: int, x: FloatArray, batch: Batch) -> None:
+        if layer in self._planes:
+            size, at = self._shape.hidden_size, self._planes.index(layer)
+            self._features[batch.slots, at * size : (at + 1) * size] = x[:, :size]
+
+    def leave(self, x: FloatArray, rows: slice) -> FloatArray:
+        return x[rows]
+
+    def read(self, state: FloatArray) -> FloatArray:
+        return state[:, : self._shape.hidden_size].copy()
+
+    # --- the head ---------------------------------------------------------------------------------
+
+    def head(self, wanted: Sequence[Wanted]) -> list[Scores]:
+        """Greedy rows never become rows of the vocabulary; others do, a few at a time."""
+        results: list[list[Scores]] = [[] for _ in wanted]
+        for greedy in (True, False):
+            lines = [
+                (i, int(node))
+                for i, item in enumerate(wanted)
+                if _is_greedy(item) is greedy
+                for node in item.nodes
+            ]
+            for start in range(0, len(lines), HEAD_ROWS):
+                some = lines[start : start + HEAD_ROWS]
+                x = np.stack([wanted[i].state[node - wanted[i].first] for i, node in some])
+                tokens, logits = self._scored(x, rows=not greedy)
+                for i in dict.fromkeys(i for i, _ in some):
+                    mine = [n for n, (owner, _) in enumerate(some) if owner == i]
+                    nodes = np.asarray([some[n][1] for n in mine], dtype=np.int64)
+                    part = slice(mine[0], mine[-1] + 1)
+                    if logits is None:
+                        found = Scores(nodes, tokens[part, None])
+                    else:
+                        found = select(wanted[i].proposal, nodes, logits[part])
+                    results[i].append(found)
+        nothing = np.zeros((0, self._shape.vocab_size), dtype=np.float32)
+        return [
+            Scores.joined(found or [select(item.proposal, item.nodes, nothing)])
+            for item, found in zip(wanted, results, strict=True)
+        ]
+
+    def _scored(self, x: FloatArray, *, rows: bool) -> tuple[IntArray, FloatArray | None]:
+        """The likeliest token of each row, and the rows themselves if they are asked for."""
+        shape, count = self._shape, len(x)
+        if count > self._capacity:
+            self._open(rounded(count, 256))
+        best = np.empty((self._threads, count), dtype=native.BEST)
+        logits = np.empty((count, self.vocabulary.stride), dtype=np.float32) if rows else None
+        self._lib.outstride_head(
+            self._engine,
+            native.Head(
+                x.ctypes.data,
+                self._norm.ctypes.data,
+                ctypes.pointer(self.vocabulary.struct),
+                _address(logits),
+                best.ctypes.data,
+                count,
+                self.width,
+                shape.hidden_size,
+                shape.vocab_size,
+                shape.norm_eps,
+            ),
+        )
+        winner = best["value"].argmax(axis=0)  # ties: the first thread has the lowest ids
+        tokens = best["token"][winner, np.arange(count)].astype(np.int64)
+        return tokens, None if logits is None else logits[:, : shape.vocab_size]
+
+    # --- the cache --------------------------------------------------------------------------------
+
+    def move(self, sources: IntArray, targets: IntArray) -> None:
+        shape = self._shape
+        for pool in self._keys:
+            keys = pool.reshape(-1, shape.kv_heads, shape.head_dim, 16)
+            keys[targets // 16, :, :, targets % 16] = keys[sources // 16, :, :, sources % 16]
+        for pool in self._values:
+            values = pool.reshape(-1, shape.kv_heads, shape.head_dim)
+            values[targets] = values[sources]
+        if self._planes:
+            self._features[targets] = self._features[sources]
+
+    def feature(self, slot: int) -> FloatArray:
+        return np.array(self._features[slot], dtype=np.float32)
+
+    def add_rows(self, rows: torch.Tensor) -> int:
+        before = len(self._extra)
+        self._extra = np.concatenate([self._extra, rows.numpy().astype(np.float32)])
+        return before
+
+
+def _is_greedy(item: Wanted) -> bool:
+    wants, proposal = item.proposal.wants, item.proposal
+    return (
+        proposal.draw.temperature == 0.0
+        and not proposal.rules
+        and wants.best == 1
+        and wants.logprobs is None
+        and not wants.rows
+        and not wants.logits
+    )

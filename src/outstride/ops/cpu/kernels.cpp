@@ -1,0 +1,430 @@
+// Passes on CPUs: integer products of int8 weights with 12-bit activations, attention over pages.
+//
+// No framework: plain buffers in, plain buffers out, errors as return codes. The code of the kernels
+// is in kernels.inc, compiled here for each instruction set; `outstride_open` chooses one at run time.
+
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <atomic>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define ISA_PORTABLE 0
+#define ISA_AVX2 1
+#define ISA_AVX512 2
+
+namespace {
+
+// --- what callers hand over (mirrored in native.py) -------------------------------------------------
+
+struct Matrix {
+  const int8_t* data;    // [tiles][depth / 4][16 channels][4]
+  const float* scale;    // [tiles * 16]
+  const int32_t* sums;   // [slices of K][tiles * 16]: sums of the weights
+  const float* bias;     // [tiles * 16] or null
+  int32_t tiles, depth;  // depth: K rounded up to 16
+};
+
+struct Project {
+  const float* x;
+  const float* norm;
+  const Matrix* qkv;
+  const float* query_norm;
+  const float* key_norm;
+  const float* cos;
+  const float* sin;
+  const int64_t* positions;
+  const int64_t* slots;
+  uint16_t* keys;
+  uint16_t* values;
+  float* out;
+  int32_t rows, width, hidden, heads, kv_heads, head_dim, rotate;
+  float eps;
+};
+
+struct Node {
+  int32_t row, start, count, direct, pages, tail;
+  // Keys `start` to `count` by logical position: those below `direct` in the pages from `pages` on,
+  // the others in the slots from `tail` on (-1: nothing there).
+};
+
+struct Attend {
+  const float* queries;
+  const uint16_t* keys;
+  const uint16_t* values;
+  const int32_t* pages;
+  const int32_t* tails;
+  const Node* nodes;
+  float* out;
+  int32_t count, query_stride, out_stride, heads, kv_heads, head_dim, page_size;
+  float scale;
+};
+
+struct Output {
+  const float* mixed;
+  const Matrix* matrix;
+  float* x;
+  int32_t rows, stride, width;
+};
+
+struct Mlp {
+  float* x;
+  const float* norm;
+  const Matrix* gate_up;
+  const Matrix* down;
+  float* middle;
+  int32_t rows, width, hidden;
+  float eps;
+};
+
+struct Best {
+  float value;
+  int32_t token;
+};
+
+struct Head {
+  const float* x;
+  const float* norm;
+  const Matrix* matrix;
+  float* logits;  // [rows][tiles * 16] or null
+  Best* best;     // [threads][rows]
+  int32_t rows, width, hidden, vocabulary;
+  float eps;
+};
+
+// --- threads --------------------------------------------------------------------------------------
+
+struct Codes {  // quantized rows: two bytes for each value, one scale for each row
+  uint8_t* bytes;
+  float* scale;
+};
+
+struct Pool;
+
+struct Share {  // one thread's part of an operation
+  int index, count;
+  Codes* codes;   // its own
+  Codes* shared;  // everybody's
+  float* scratch;
+  Pool* pool;
+};
+
+constexpr int MOST_THREADS = 64;
+
+struct Pool {
+  int count = 1;
+  std::atomic<int> task{0};      // rises with each operation; negative: the end
+  std::atomic<int> arrived{0};   // at the barrier
+  std::atomic<int> passed{0};    // rises with each barrier
+  std::atomic<int> finished{0};
+  std::atomic<int> asleep{0};
+  void (*work)(const void*, Share*) = nullptr;
+  const void* argument = nullptr;
+  pthread_t threads[MOST_THREADS];
+  Share shares[MOST_THREADS];
+  Codes codes[MOST_THREADS];
+  Codes shared{};
+  pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+  pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+};
+
+inline void pause_cpu() {
+#if defined(__x86_64__)
+  _mm_pause();
+#else
+  __asm__ __volatile__("" ::: "memory");
+#endif
+}
+
+// Spins for a moment, then lets others run: on a crowded machine a waiting thread is in the way.
+template <typename F>
+inline void until(F ready) {
+  for (int i = 0; !ready(); i++) {
+    if (i < 4000) {
+      pause_cpu();
+    } else {
+      sched_yield();
+    }
+  }
+}
+
+void wait_all(Share* s) {
+  Pool* p = s->pool;
+  if (p->count == 1) return;
+  const int round = p->passed.load(std::memory_order_acquire);
+  if (p->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == p->count) {
+    p->arrived.store(0, std::memory_order_relaxed);
+    p->passed.store(round + 1, std::memory_order_release);
+  } else {
+    until([&] { return p->passed.load(std::memory_order_acquire) != round; });
+  }
+}
+
+void* serve(void* argument) {
+  Share* s = (Share*)argument;
+  Pool* p = s->pool;
+  int seen = 0;
+  for (;;) {
+    int spins = 0, task;
+    while ((task = p->task.load(std::memory_order_acquire)) == seen) {
+      if (++spins < 20000) {
+        pause_cpu();
+        continue;
+      }
+      pthread_mutex_lock(&p->mutex);  // nothing to do for a while: sleep
+      p->asleep.fetch_add(1);
+      while (p->task.load(std::memory_order_acquire) == seen) pthread_cond_wait(&p->wake, &p->mutex);
+      p->asleep.fetch_sub(1);
+      pthread_mutex_unlock(&p->mutex);
+    }
+    if (task < 0) return nullptr;
+    seen = task;
+    p->work(p->argument, s);
+    p->finished.fetch_add(1, std::memory_order_release);
+  }
+}
+
+void run(Pool* p, void (*work)(const void*, Share*), const void* argument) {
+  p->work = work;
+  p->argument = argument;
+  if (p->count > 1) {
+    p->finished.store(0, std::memory_order_relaxed);
+    p->task.store((p->task.load(std::memory_order_relaxed) + 1) & 0x3fffffff,
+                  std::memory_order_seq_cst);
+    if (p->asleep.load()) {
+      pthread_mutex_lock(&p->mutex);
+      pthread_cond_broadcast(&p->wake);
+      pthread_mutex_unlock(&p->mutex);
+    }
+  }
+  work(argument, &p->shares[0]);
+  if (p->count > 1)
+    until([&] { return p->finished.load(std::memory_order_acquire) == p->count - 1; });
+}
+
+// --- numbers of sixteen bits ------------------------------------------------------------------------
+
+[[maybe_unused]] float from_half(uint16_t h) {
+  const uint32_t sign = (uint32_t)(h & 0x8000) << 16, mantissa = h & 0x3ff;
+  int exponent = (h >> 10) & 31;
+  uint32_t bits;
+  if (exponent == 31) {
+    bits = sign | 0x7f800000 | mantissa << 13;
+  } else if (exponent) {
+    bits = sign | (uint32_t)(exponent + 112) << 23 | mantissa << 13;
+  } else {
+    const float tiny = (float)mantissa * 5.9604644775390625e-8f;  // 2**-24
+    memcpy(&bits, &tiny, 4);
+    bits |= sign;
+  }
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+[[maybe_unused]] uint16_t to_half(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return sign | 0x7e00;
+  if (bits >= 0x477ff000) return sign | 0x7c00;  // rounds to more than 65504
+  if (bits < 0x38800000) {                       // below 2**-14: a multiple of 2**-24
+    float tiny;
+    memcpy(&tiny, &bits, 4);
+    tiny += 0.5f;  // the sum is rounded to that very multiple
+    memcpy(&bits, &tiny, 4);
+    return sign | (uint16_t)(bits - 0x3f000000);
+  }
+  bits += 0xfff + (bits >> 13 & 1);
+  return sign | (uint16_t)((bits - 0x38000000) >> 13);
+}
+
+inline int64_t slot_of(const Attend* a, const Node* n, int position) {
+  if (position >= n->count) return -1;
+  if (position < n->direct)
+    return (int64_t)a->pages[n->pages + position / a->page_size] * a->page_size +
+           position % a->page_size;
+  return a->tails[n->tail + position - n->direct];
+}
+
+}  // namespace
+
+// --- one namespace for each instruction set ---------------------------------------------------------
+
+#define ISA ISA_PORTABLE
+#define half_of to_half
+#define float_of from_half
+namespace portable {
+namespace {
+#include "kernels.inc"
+}
+}  // namespace portable
+#undef half_of
+#undef float_of
+#undef ISA
+
+#if defined(__x86_64__)
+#define half_of(x) ((uint16_t)_cvtss_sh(x, 0))
+#define float_of(x) _cvtsh_ss(x)
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define ISA ISA_AVX2
+namespace avx2 {
+namespace {
+#include "kernels.inc"
+}
+}  // namespace avx2
+#undef ISA
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,prefer-vector-width=512")
+#define ISA ISA_AVX512
+namespace avx512 {
+namespace {
+#include "kernels.inc"
+}
+}  // namespace avx512
+#undef ISA
+#pragma GCC pop_options
+#endif
+
+// --- the surface ------------------------------------------------------------------------------------
+
+namespace {
+
+struct Kernels {
+  void (*project)(const void*, Share*);
+  void (*attend)(const void*, Share*);
+  void (*output)(const void*, Share*);
+  void (*mlp)(const void*, Share*);
+  void (*head)(const void*, Share*);
+};
+
+#define KERNELS(space)                                                       \
+  Kernels {                                                                  \
+    [](const void* a, Share* s) { space::project((const Project*)a, s); },   \
+        [](const void* a, Share* s) { space::attend((const Attend*)a, s); }, \
+        [](const void* a, Share* s) { space::output((const Output*)a, s); }, \
+        [](const void* a, Share* s) { space::mlp((const Mlp*)a, s); },       \
+        [](const void* a, Share* s) { space::head((const Head*)a, s); }      \
+  }
+
+int best_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vnni"))
+      return ISA_AVX512;
+    return ISA_AVX2;
+  }
+#endif
+  return ISA_PORTABLE;
+}
+
+struct Engine {
+  Pool pool;
+  Kernels kernels;
+  int isa;
+};
+
+}  // namespace
+
+extern "C" {
+
+int outstride_best_isa() { return best_isa(); }
+
+// An engine with `threads` threads for at most `rows` rows of `depth` values. Null: out of memory, or
+// an instruction set that this processor lacks.
+void* outstride_open(int threads, int isa, int rows, int depth, int scratch) {
+  if (threads < 1 || threads > MOST_THREADS || isa < 0 || isa > best_isa() || rows < 1 || depth < 1)
+    return nullptr;
+  Engine* e = new Engine();
+  e->isa = isa;
+  e->kernels = KERNELS(portable);
+#if defined(__x86_64__)
+  if (isa == ISA_AVX2) e->kernels = KERNELS(avx2);
+  if (isa == ISA_AVX512) e->kernels = KERNELS(avx512);
+#endif
+  Pool* p = &e->pool;
+  p->count = threads;
+  const size_t bytes = (size_t)2 * depth + 64;
+  p->shared.bytes = (uint8_t*)aligned_alloc(64, (bytes * rows + 63) / 64 * 64);
+  p->shared.scale = (float*)malloc(sizeof(float) * rows);
+  bool sound = p->shared.bytes && p->shared.scale;
+  for (int i = 0; i < threads; i++) {
+    Share* s = &p->shares[i];
+    p->codes[i].bytes = (uint8_t*)aligned_alloc(64, (bytes * 4 + 63) / 64 * 64);
+    p->codes[i].scale = (float*)malloc(sizeof(float) * 4);
+    *s = {i, threads, &p->codes[i], &p->shared,
+          (float*)aligned_alloc(64, ((size_t)scratch * 4 + 127) / 64 * 64), p};
+    sound = sound && p->codes[i].bytes && p->codes[i].scale && s->scratch;
+  }
+  if (!sound) return nullptr;
+  for (int i = 1; i < threads; i++)
+    if (pthread_create(&p->threads[i], nullptr, serve, &p->shares[i])) return nullptr;
+  return e;
+}
+
+void outstride_close(void* engine) {
+  Engine* e = (Engine*)engine;
+  Pool* p = &e->pool;
+  pthread_mutex_lock(&p->mutex);
+  p->task.store(-1);
+  pthread_cond_broadcast(&p->wake);
+  pthread_mutex_unlock(&p->mutex);
+  for (int i = 1; i < p->count; i++) pthread_join(p->threads[i], nullptr);
+  for (int i = 0; i < p->count; i++) {
+    free(p->codes[i].bytes), free(p->codes[i].scale), free(p->shares[i].scratch);
+  }
+  free(p->shared.bytes), free(p->shared.scale);
+  delete e;
+}
+
+void outstride_project(void* e, const Project* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.project, a); }
+void outstride_attend(void* e, const Attend* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.attend, a); }
+void outstride_output(void* e, const Output* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.output, a); }
+void outstride_mlp(void* e, const Mlp* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.mlp, a); }
+void outstride_head(void* e, const Head* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.head, a); }
+
+// Weights of float32, [channels][k], to tiles of int8 with one scale per channel.
+void outstride_pack(const float* weights, int channels, int k, int tiles, int depth, int8_t* data,
+                    float* scale, int32_t* sums) {
+  const int slices = (depth + 8191) / 8192;
+  memset(sums, 0, sizeof(int32_t) * (size_t)slices * tiles * 16);
+  for (int n = 0; n < tiles * 16; n++) {
+    int8_t* tile = data + (size_t)(n / 16) * depth * 16 + n % 16 * 4;
+    float most = 0.0f;
+    const float* row = weights + (size_t)n * k;
+    if (n < channels)
+      for (int i = 0; i < k; i++) most = fabsf(row[i]) > most ? fabsf(row[i]) : most;
+    scale[n] = most / 127.0f;
+    const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+    for (int i = 0; i < depth; i++) {
+      const int8_t q = n < channels && i < k ? (int8_t)lrintf(row[i] * inverse) : 0;
+      tile[(size_t)(i / 4) * 64 + i % 4] = q;
+      sums[(size_t)(i / 8192) * tiles * 16 + n] += q;
+    }
+  }
+}
+
+// Rows of a packed matrix as float32: the embedding of a model that uses its head for both.
+void outstride_rows(const Matrix* m, const int64_t* ids, int count, int k, int width, float* out) {
+  for (int r = 0; r < count; r++) {
+    const int64_t n = ids[r];
+    const int8_t* tile = m->data + (size_t)(n / 16) * m->depth * 16 + n % 16 * 4;
+    for (int i = 0; i < k; i++)
+      out[(size_t)r * width + i] = (float)tile[(size_t)(i / 4) * 64 + i % 4] * m->scale[n];
+  }
+}
+
+}  // extern "C"

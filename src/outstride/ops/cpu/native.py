@@ -1,0 +1,152 @@
+"""The native library: where it is, what its structures look like, how it is called."""
+
+from __future__ import annotations
+
+import ctypes as c
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+_F, _I = c.c_float, c.c_int32
+_P = c.c_void_p
+
+
+class Matrix(c.Structure):
+    """Packed weights: see kernels.cpp, here and below."""
+
+    _fields_ = (
+        ("data", _P),
+        ("scale", _P),
+        ("sums", _P),
+        ("bias", _P),
+        ("tiles", _I),
+        ("depth", _I),
+    )
+
+
+class Project(c.Structure):
+    _fields_ = (
+        ("x", _P),
+        ("norm", _P),
+        ("qkv", c.POINTER(Matrix)),
+        ("query_norm", _P),
+        ("key_norm", _P),
+        ("cos", _P),
+        ("sin", _P),
+        ("positions", _P),
+        ("slots", _P),
+        ("keys", _P),
+        ("values", _P),
+        ("out", _P),
+        ("rows", _I),
+        ("width", _I),
+        ("hidden", _I),
+        ("heads", _I),
+        ("kv_heads", _I),
+        ("head_dim", _I),
+        ("rotate", _I),
+        ("eps", _F),
+    )
+
+
+NODE = np.dtype([(name, np.int32) for name in ("row", "start", "count", "direct", "pages", "tail")])
+
+
+class Attend(c.Structure):
+    _fields_ = (
+        ("queries", _P),
+        ("keys", _P),
+        ("values", _P),
+        ("pages", _P),
+        ("tails", _P),
+        ("nodes", _P),
+        ("out", _P),
+        ("count", _I),
+        ("query_stride", _I),
+        ("out_stride", _I),
+        ("heads", _I),
+        ("kv_heads", _I),
+        ("head_dim", _I),
+        ("page_size", _I),
+        ("scale", _F),
+    )
+
+
+class Output(c.Structure):
+    _fields_ = (
+        ("mixed", _P),
+        ("matrix", c.POINTER(Matrix)),
+        ("x", _P),
+        ("rows", _I),
+        ("stride", _I),
+        ("width", _I),
+    )
+
+
+class Mlp(c.Structure):
+    _fields_ = (
+        ("x", _P),
+        ("norm", _P),
+        ("gate_up", c.POINTER(Matrix)),
+        ("down", c.POINTER(Matrix)),
+        ("middle", _P),
+        ("rows", _I),
+        ("width", _I),
+        ("hidden", _I),
+        ("eps", _F),
+    )
+
+
+BEST = np.dtype([("value", np.float32), ("token", np.int32)])
+
+
+class Head(c.Structure):
+    _fields_ = (
+        ("x", _P),
+        ("norm", _P),
+        ("matrix", c.POINTER(Matrix)),
+        ("logits", _P),
+        ("best", _P),
+        ("rows", _I),
+        ("width", _I),
+        ("hidden", _I),
+        ("vocabulary", _I),
+        ("eps", _F),
+    )
+
+
+ISAS = ("portable", "avx2", "avx512-vnni")
+
+
+def library_path() -> Path | None:
+    """The compiled library, if the package was installed with a compiler at hand."""
+    found = importlib.util.find_spec("outstride.ops.cpu._kernels")
+    return Path(found.origin) if found is not None and found.origin else None
+
+
+@cache
+def library() -> c.CDLL:
+    """The library with its functions declared."""
+    path = library_path()
+    if path is None:
+        raise OSError("the native library was not built")
+    lib = c.CDLL(str(path))
+    lib.outstride_best_isa.restype = c.c_int
+    lib.outstride_open.restype = _P
+    lib.outstride_open.argtypes = [c.c_int] * 5
+    lib.outstride_close.argtypes = [_P]
+    lib.outstride_pack.argtypes = [_P, c.c_int, c.c_int, c.c_int, c.c_int, _P, _P, _P]
+    lib.outstride_rows.argtypes = [c.POINTER(Matrix), _P, c.c_int, c.c_int, c.c_int, _P]
+    for name, structure in (
+        ("project", Project),
+        ("attend", Attend),
+        ("output", Output),
+        ("mlp", Mlp),
+        ("head", Head),
+    ):
+        function = getattr(lib, f"outstride_{name}")
+        function.argtypes = [_P, c.POINTER(structure)]
+        function.restype = None
+    return lib

@@ -1,0 +1,182 @@
+"""The native kernels: one set of bits in every build and every packing, close to the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outstride.core.graph import FloatArray, NodeId, block, chain, tree
+from outstride.core.proposal import Wants
+from outstride.models.decoder import Decoder
+from outstride.ops.contract import Model, Ops
+from outstride.ops.cpu import Cpu, native
+from outstride.ops.cpu.packed import Packed, alternating
+from outstride.ops.reference import Reference
+from tests.models.drive import Hand, logits, random_decoder, tiny, tokens
+
+pytestmark = pytest.mark.skipif(
+    native.library_path() is None, reason="the native kernels were not built"
+)
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "one key head": {"kv_heads": 1},
+    "as many key heads": {"kv_heads": 6},
+    "odd sizes": {"hidden_size": 40, "intermediate_size": 51, "head_dim": 12, "vocab_size": 101},
+    "head norms": {"head_norms": True},
+    "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "window": {"windows": (5, None)},
+    "untied": {"tied": False},
+    "without rotation": {"rope_layers": (True, False)},
+    "five in a group": {"heads": 10, "kv_heads": 2},
+    "seven in a group": {"heads": 7, "kv_heads": 1},
+}
+
+
+def isas() -> list[int]:
+    return list(range(native.library().outstride_best_isa() + 1))
+
+
+def decoder(ops: Callable[[Model], Ops], **changes: Any) -> Decoder:
+    return random_decoder(tiny(**changes), pages=64, make_ops=ops, rounded=True)
+
+
+def read(
+    model: Decoder, count: int = 150, chunk: int | None = None, pages: Any = None
+) -> FloatArray:
+    hand = Hand(model, list(pages or range(30)))
+    return hand.read(tokens(count), chunk or count)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_build_gives_the_same_bits(shape: str) -> None:
+    found = [
+        read(decoder(partial(Cpu, isa=isa, count=count), **SHAPES[shape]), 70)
+        for isa in isas()
+        for count in (1, 2, 3)
+    ]
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_close_to_the_reference(shape: str) -> None:
+    ours, theirs = (read(decoder(ops, **SHAPES[shape]), 70) for ops in (Cpu, Reference))
+    spread = theirs.std()
+    assert np.abs(ours - theirs).max() < 0.03 * spread
+    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.003 * spread
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_ignore_their_neighbours(shape: str) -> None:
+    """Chunks of any size, pages in any order, other sequences in the same pass."""
+    model = decoder(Cpu, **SHAPES[shape])
+    whole = read(model)
+    for chunk, pages in ((1, range(30)), (7, range(40, 10, -1)), (64, range(5, 35)), (130, None)):
+        np.testing.assert_array_equal(read(model, chunk=chunk, pages=pages), whole)
+    hands = [Hand(model, list(range(i * 10, i * 10 + 10))) for i in range(6)]
+    lengths = [1 + 27 * i for i in range(6)]
+    work = [hand.work(chain(tokens(150)[:n])) for hand, n in zip(hands, lengths, strict=True)]
+    for scores, n in zip(model.forward(work).wait(), lengths, strict=True):
+        np.testing.assert_array_equal(logits(scores), whole[:n])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_trees_are_their_paths(shape: str) -> None:
+    model = decoder(Cpu, **SHAPES[shape])
+    for context in (1, 15, 16, 17, 33):
+        hand = Hand(model, list(range(9, 20)))
+        hand.read(tokens(context))
+        parents = [-1, *((i - 1) // 3 for i in range(1, 40))]
+        graph = tree([int(t) for t in tokens(40, seed=5)], parents, context)
+        scored = logits(hand.run(graph))
+        for node in range(0, 40, 3):
+            path = [int(graph.tokens[n]) for n in graph.path(NodeId(node))]
+            alone = logits(hand.run(chain(path, context)))
+            np.testing.assert_array_equal(alone[-1], scored[node])
+
+
+def test_kept_paths_are_as_if_read_in_order() -> None:
+    """After an accepted path was moved together, the next pass cannot tell."""
+    model = decoder(Cpu)
+    hand = Hand(model, list(range(9, 20)))
+    hand.read(tokens(13))
+    graph = tree([int(t) for t in tokens(9, seed=2)], [-1, -1, 0, 0, 2, 3, 4, 4, 7], 13)
+    hand.run(graph)
+    hand.keep(graph, graph.path(NodeId(8)))
+    path = [int(graph.tokens[n]) for n in graph.path(NodeId(8))]
+    after = logits(hand.run(chain([5], 13 + len(path))))
+    other = Hand(model, list(range(30, 40)))
+    whole = other.read([*tokens(13), *path, 5])
+    np.testing.assert_array_equal(after[-1], whole[-1])
+
+
+def test_blocks_against_the_reference() -> None:
+    found = []
+    for ops in (Cpu, Reference):
+        hand = Hand(decoder(ops), list(range(9, 20)))
+        hand.read(tokens(21))
+        graph = block([int(t) for t in tokens(6, seed=3)], 21)
+        found.append(logits(hand.run(graph)))
+    assert np.abs(found[0] - found[1]).max() < 0.03 * found[1].std()
+
+
+def test_greedy_rows_never_become_rows_of_the_vocabulary() -> None:
+    """The fused choice is the argmax of the rows, ties to the lowest id."""
+    model = decoder(Cpu)
+    hand = Hand(model, list(range(30)))
+    graph = chain(tokens(60))
+    rows = logits(hand.run(graph))
+    chosen = hand.run(graph, Wants(nodes=tuple(range(60)))).best[:, 0]
+    np.testing.assert_array_equal(chosen, rows.argmax(axis=1))
+
+
+def test_packing_is_rounding() -> None:
+    rng = np.random.default_rng(0)
+    for channels, k in ((5, 3), (33, 70), (64, 9000)):
+        weight = rng.standard_normal((channels, k)).astype(np.float32)
+        weight[0] = 0.0
+        packed = Packed.of(weight, None, -(-k // 16) * 16)
+        back = packed.rows(np.arange(channels), k)
+        step = np.abs(weight).max(axis=1, keepdims=True) / 127
+        assert np.all(np.abs(back - weight) <= 0.5001 * step)
+
+
+def test_long_sums_do_not_overflow() -> None:
+    """Beyond 8,192 terms the sum is cut: all weights and activations at their largest."""
+    for isa in isas():
+        model = decoder(partial(Cpu, isa=isa), hidden_size=32, intermediate_size=20_000, layers=1)
+        reference = decoder(Reference, hidden_size=32, intermediate_size=20_000, layers=1)
+        ours, theirs = read(model, 5), read(reference, 5)
+        assert np.abs(ours - theirs).max() < 0.03 * theirs.std()
+
+
+def test_gate_and_up_take_turns() -> None:
+    weight = np.arange(40, dtype=np.float32).reshape(40, 1)
+    turns = alternating(weight)[:, 0]
+    assert turns[:16].tolist() == list(range(16))
+    assert turns[16:32].tolist() == list(range(20, 36))
+    assert turns[32:36].tolist() == list(range(16, 20))
+    assert turns[36:48].tolist() == [0.0] * 12
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda: Packed.of(np.zeros((4, 8), dtype=np.float32), None, 15),
+        lambda: Packed.of(np.zeros((4, 32), dtype=np.float32), None, 16),
+        lambda: Packed.of(np.zeros((4, 8), dtype=np.float32), None, 16).rows(np.asarray([4]), 8),
+    ],
+)
+def test_wrong_shapes_are_exceptions(spoil: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError):
+        spoil()
+
+
+def test_an_instruction_set_that_is_not_there() -> None:
+    assert native.library().outstride_open(1, 99, 1, 16, 64) is None
+    assert native.library().outstride_open(0, 0, 1, 16, 64) is None
