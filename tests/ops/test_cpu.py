@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from outstride.core.graph import FloatArray, NodeId, block, chain, tree
-from outstride.core.proposal import Wants
+from outstride.core.proposal import Proposal, Wants
+from outstride.core.sampling import Draw, Purpose, best
 from outstride.models.decoder import Decoder
 from outstride.ops.contract import Model, Ops
 from outstride.ops.cpu import Cpu, native
@@ -180,3 +181,41 @@ def test_wrong_shapes_are_exceptions(spoil: Callable[[], Any]) -> None:
 def test_an_instruction_set_that_is_not_there() -> None:
     assert native.library().outstride_open(1, 99, 1, 16, 64) is None
     assert native.library().outstride_open(0, 0, 1, 16, 64) is None
+
+
+DRAWS = [
+    Draw(temperature=1.0),
+    Draw(temperature=0.7, seed=3),
+    Draw(temperature=0.8, top_p=0.95, seed=4, index=2),
+    Draw(temperature=0.8, top_p=0.3, seed=2**63),
+    Draw(temperature=1.3, top_k=7, seed=5),
+    Draw(temperature=1.3, top_k=500, top_p=0.5, seed=5),
+    Draw(temperature=1.0, min_p=0.05, seed=6),
+    Draw(temperature=1.1, top_k=40, top_p=0.9, min_p=0.02, seed=7, purpose=Purpose.DRAFT),
+    Draw(temperature=5.0, top_p=0.999, seed=8),
+    Draw(),
+]
+
+
+@pytest.mark.parametrize("isa", isas() if native.library_path() else [])
+@pytest.mark.parametrize("k", [1, 5])
+def test_tokens_are_chosen_by_the_rule_of_the_core(isa: int, k: int) -> None:
+    """Bit for bit: native noise, filters and ties against core.sampling."""
+    config = tiny(vocab_size=1013)
+    cpu = Cpu.__new__(Cpu)
+    cpu._lib, cpu._shape, cpu._threads = native.library(), config, 2
+    cpu._engine = cpu._lib.outstride_open(2, isa, 4, 64, 2048)
+    rng = np.random.default_rng(1)
+    rows = np.zeros((40, 1024), dtype=np.float32)
+    rows[:, :1013] = rng.standard_normal((40, 1013)) * rng.uniform(0.1, 8, (40, 1))
+    rows[::3, :1013] = np.round(rows[::3, :1013])  # ties
+    for draw in DRAWS:
+        asked = []
+        for i in range(40):
+            graph = chain([1], 17 * i)
+            asked.append((Proposal(graph, 1, draw=draw, wants=Wants(best=k)), 0))
+        found = cpu._drawn(asked, rows)
+        for i, row in enumerate(rows):
+            right = best(row[:1013], draw, 17 * i + 1, k)
+            assert found[i][: len(right)].tolist() == right.tolist()
+            assert (found[i][len(right) :] == -1).all()

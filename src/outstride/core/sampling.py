@@ -13,6 +13,7 @@ additions, because libraries' own float32 logarithms differ from each other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -161,6 +162,41 @@ def log(x: FloatArray) -> FloatArray:
     return exponent.astype(np.float32) * _LN2 + _log1p_poly(mantissa - np.float32(1.0))
 
 
+_EXP = tuple(
+    np.float32(c)
+    for c in (
+        0.0001989939192,
+        0.001393373357,
+        0.008333298378,
+        0.04166646302,
+        0.1666666716,
+        0.5,
+    )
+)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693145751953125), np.float32(1.42860682e-06)
+_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to a whole number
+
+
+def exp(x: FloatArray) -> FloatArray:
+    """e**x for x <= 0, the same bits everywhere; 0 below -87."""
+    tiny = x < np.float32(-87.0)
+    x = np.where(tiny, np.float32(-87.0), x)
+    n = x * np.float32(1.44269504)
+    n = n + _ROUND
+    whole = n.view(np.int32) - np.int32(0x4B400000)
+    n = n - _ROUND
+    r = x - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    p = np.full_like(r, _EXP[0])
+    for c in _EXP[1:]:
+        p = p * r
+        p = p + c
+    p = (p * r) * r
+    p = (p + r) + np.float32(1.0)
+    result: FloatArray = (p.view(np.int32) + (whole << 23)).view(np.float32)
+    return np.where(tiny, np.float32(0.0), result)
+
+
 _SCALE = np.float32(2.0**-32)
 _TOP = 3_037_000_500  # words from here on are uniforms above sqrt(1/2)
 
@@ -207,17 +243,25 @@ def _largest(x: FloatArray, k: int) -> IntArray:
 
 
 def _nucleus(x: FloatArray, ids: IntArray | None, top_p: float) -> IntArray:
-    """The smallest set of most likely ids that holds `top_p` of the mass, in falling order."""
+    """The smallest set of most likely ids that holds `top_p` of the mass, in falling order.
+
+    Masses are whole numbers, so that their sums are the same in any order.
+    """
     known = x if ids is None else x[ids]
-    weights = np.exp(known - known.max())
-    total = np.sum(weights, dtype=np.float64)
+    top = known.max()
+    needed = math.ceil(top_p * float(_masses(known - top).sum()))
     guess = 256 if ids is None else len(ids)
     while True:
         order = _largest(x, guess) if ids is None else ids
-        mass = np.cumsum(np.exp(x[order] - known.max()), dtype=np.float64)
-        if mass[-1] >= top_p * total or len(order) == len(x) or ids is not None:
-            return order[: int(np.searchsorted(mass, top_p * total)) + 1]
+        mass = np.cumsum(_masses(x[order] - top))
+        if mass[-1] >= needed or len(order) == len(x) or ids is not None:
+            return order[: int(np.searchsorted(mass, needed)) + 1]
         guess *= 8
+
+
+def _masses(below: FloatArray) -> IntArray:
+    """e**x in units of 2**-40, rounded down."""
+    return (exp(below).astype(np.float64) * 2.0**40).astype(np.int64)
 
 
 def admitted(row: FloatArray, draw: Draw) -> tuple[IntArray, FloatArray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import mmap
 import os
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from outstride.core.graph import FloatArray, IntArray
-from outstride.core.proposal import Scores
+from outstride.core.proposal import Proposal, Scores
 from outstride.core.select import select
 from outstride.ops.contract import LayerWeights, Model, Ops, Span, Wanted
 from outstride.ops.cpu import native
@@ -322,31 +323,74 @@ class Cpu(Ops):
     def head(self, wanted: Sequence[Wanted]) -> list[Scores]:
         """Greedy rows never become rows of the vocabulary; others do, a few at a time."""
         results: list[list[Scores]] = [[] for _ in wanted]
-        for greedy in (True, False):
+        for way in _Way:
             lines = [
                 (i, int(node))
                 for i, item in enumerate(wanted)
-                if _is_greedy(item) is greedy
+                if _way(item) is way
                 for node in item.nodes
             ]
             for start in range(0, len(lines), HEAD_ROWS):
-                some = lines[start : start + HEAD_ROWS]
-                x = np.stack([wanted[i].state[node - wanted[i].first] for i, node in some])
-                tokens, logits = self._scored(x, rows=not greedy)
-                for i in dict.fromkeys(i for i, _ in some):
-                    mine = [n for n, (owner, _) in enumerate(some) if owner == i]
-                    nodes = np.asarray([some[n][1] for n in mine], dtype=np.int64)
-                    part = slice(mine[0], mine[-1] + 1)
-                    if logits is None:
-                        found = Scores(nodes, tokens[part, None])
-                    else:
-                        found = select(wanted[i].proposal, nodes, logits[part])
-                    results[i].append(found)
+                self._choose(way, wanted, lines[start : start + HEAD_ROWS], results)
         nothing = np.zeros((0, self._shape.vocab_size), dtype=np.float32)
         return [
             Scores.joined(found or [select(item.proposal, item.nodes, nothing)])
             for item, found in zip(wanted, results, strict=True)
         ]
+
+    def _choose(
+        self,
+        way: _Way,
+        wanted: Sequence[Wanted],
+        lines: list[tuple[int, int]],
+        results: list[list[Scores]],
+    ) -> None:
+        """Scores some rows and files what was found with their owners."""
+        x = np.stack([wanted[i].state[node - wanted[i].first] for i, node in lines])
+        tokens, logits = self._scored(x, rows=way is not _Way.GREEDY)
+        best = tokens[:, None]
+        if way is _Way.DRAWN and logits is not None:
+            best = self._drawn([(wanted[i].proposal, node) for i, node in lines], logits)
+        for i in dict.fromkeys(i for i, _ in lines):
+            mine = [n for n, (owner, _) in enumerate(lines) if owner == i]
+            nodes = np.asarray([lines[n][1] for n in mine], dtype=np.int64)
+            part, proposal = slice(mine[0], mine[-1] + 1), wanted[i].proposal
+            if way is _Way.HOST and logits is not None:
+                rows = logits[part, : self._shape.vocab_size]
+                results[i].append(select(proposal, nodes, rows))
+            else:
+                results[i].append(Scores(nodes, best[part, : max(1, proposal.wants.best)]))
+
+    def _drawn(self, asked: list[tuple[Proposal, int]], logits: FloatArray) -> IntArray:
+        """The tokens of each row by the rule of core.sampling, in native code."""
+        count, stride = logits.shape
+        k = max(max(1, proposal.wants.best) for proposal, _ in asked)
+        draws = np.zeros(count, dtype=native.DRAW)
+        for line, (proposal, node) in zip(draws, asked, strict=True):
+            draw = proposal.draw
+            line["seed"], line["index"], line["purpose"] = draw.seed, draw.index, draw.purpose
+            line["position"] = int(proposal.graph.positions[node]) + proposal.offset
+            line["top_k"], line["top_p"] = draw.top_k, draw.top_p
+            line["temperature"], line["min_p"] = draw.temperature, draw.min_p
+            line["log_min_p"] = np.log(draw.min_p) if draw.min_p > 0 else 0.0
+        scaled = np.empty((self._threads, stride), dtype=np.float32)
+        room = np.empty((self._threads, stride), dtype=native.BEST)
+        out = np.empty((count, k), dtype=np.int32)
+        self._lib.outstride_choose(
+            self._engine,
+            native.Choose(
+                logits.ctypes.data,
+                draws.ctypes.data,
+                scaled.ctypes.data,
+                room.ctypes.data,
+                out.ctypes.data,
+                count,
+                stride,
+                self._shape.vocab_size,
+                k,
+            ),
+        )
+        return out.astype(np.int64)
 
     def _scored(self, x: FloatArray, *, rows: bool) -> tuple[IntArray, FloatArray | None]:
         """The likeliest token of each row, and the rows themselves if they are asked for."""
@@ -372,7 +416,7 @@ class Cpu(Ops):
         )
         winner = best["value"].argmax(axis=0)  # ties: the first thread has the lowest ids
         tokens = best["token"][winner, np.arange(count)].astype(np.int64)
-        return tokens, None if logits is None else logits[:, : shape.vocab_size]
+        return tokens, logits
 
     # --- the cache --------------------------------------------------------------------------------
 
@@ -396,13 +440,19 @@ class Cpu(Ops):
         return before
 
 
-def _is_greedy(item: Wanted) -> bool:
-    wants, proposal = item.proposal.wants, item.proposal
-    return (
-        proposal.draw.temperature == 0.0
-        and not proposal.rules
-        and wants.best == 1
-        and wants.logprobs is None
-        and not wants.rows
-        and not wants.logits
-    )
+class _Way(enum.Enum):
+    """How a row's tokens are chosen."""
+
+    GREEDY = enum.auto()
+    DRAWN = enum.auto()
+    HOST = enum.auto()
+
+
+def _way(item: Wanted) -> _Way:
+    """By what the request asks for, so that one request always goes one way."""
+    proposal, wants = item.proposal, item.proposal.wants
+    if proposal.rules or wants.logprobs is not None or wants.rows or wants.logits:
+        return _Way.HOST
+    if proposal.draw.temperature == 0.0 and wants.best <= 1:
+        return _Way.GREEDY
+    return _Way.DRAWN if wants.best <= native.MOST_BEST else _Way.HOST

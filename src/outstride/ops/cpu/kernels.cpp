@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
 #include <atomic>
 
 #if defined(__x86_64__)
@@ -98,6 +99,31 @@ struct Head {
   int32_t rows, width, hidden, vocabulary;
   float eps;
 };
+
+struct Draw {  // temperature, filters and the key of the noise: see core/sampling.py
+  uint64_t seed;
+  int64_t position;
+  int32_t index, purpose, top_k;
+  float temperature, min_p, log_min_p;
+  double top_p;
+};
+
+struct Candidate {
+  float value;
+  int32_t id;
+};
+
+struct Choose {
+  const float* logits;  // [rows][stride]
+  const Draw* draws;    // [rows]
+  float* scaled;        // [threads][stride]
+  Candidate* room;      // [threads][stride]
+  int32_t* out;         // [rows][k], -1 where there is nothing left to choose
+  int32_t rows, stride, vocabulary, k;
+};
+
+constexpr int MOST_BEST = 64;
+constexpr float MAX_NOISE = 22.8739f;
 
 // --- threads --------------------------------------------------------------------------------------
 
@@ -247,6 +273,76 @@ void run(Pool* p, void (*work)(const void*, Share*), const void* argument) {
   return sign | (uint16_t)((bits - 0x38000000) >> 13);
 }
 
+// --- noise: integers from Philox-4x32-10, logarithms from one polynomial ------------------------------
+
+inline void philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t key, uint32_t* out) {
+  uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+  for (int round = 0; round < 10; round++) {
+    const uint64_t p0 = (uint64_t)c0 * 0xD2511F53u, p1 = (uint64_t)c2 * 0xCD9E8D57u;
+    const uint32_t n0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, n2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+    c1 = (uint32_t)p1, c3 = (uint32_t)p0, c0 = n0, c2 = n2;
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+}
+
+inline float log_near_one(float f) {  // log(1 + f)
+  float p = 0.07149753719568253f;
+  p = p * f;
+  p = p + -0.115712009370327f;
+  p = p * f;
+  p = p + 0.11661510914564133f;
+  p = p * f;
+  p = p + -0.12411050498485565f;
+  p = p * f;
+  p = p + 0.14249937236309052f;
+  p = p * f;
+  p = p + -0.1666848063468933f;
+  p = p * f;
+  p = p + 0.20000708103179932f;
+  p = p * f;
+  p = p + -0.24999989569187164f;
+  p = p * f;
+  p = p + 0.3333333134651184f;
+  const float z = f * f;
+  const float cubic = (f * z) * p;
+  return (f - 0.5f * z) + cubic;
+}
+
+inline float log_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  int exponent = (int)(bits >> 23) - 127;
+  bits = (bits & 0x7fffff) | 0x3f800000;
+  float m;
+  memcpy(&m, &bits, 4);
+  if (m > 1.4142135f) m = m * 0.5f, exponent++;
+  return (float)exponent * 0.6931471805599453f + log_near_one(m - 1.0f);
+}
+
+inline float noise_of(uint32_t word) {
+  float e;
+  if (word >= 3037000500u) {
+    e = -log_near_one(-(((float)(4294967296.0 - (double)word) - 0.5f) * 2.3283064365386963e-10f));
+  } else {
+    float below = ((float)word + 0.5f) * 2.3283064365386963e-10f;
+    e = -log_of(below < 1.0f ? below : 1.0f);
+  }
+  return -log_of(e);
+}
+
+inline int64_t needed_mass(double top_p, int64_t total) { return (int64_t)ceil(top_p * (double)total); }
+
+inline void sort_candidates(Candidate* c, int count) {  // by falling value, then by rising id
+  std::sort(c, c + count, [](const Candidate& a, const Candidate& b) {
+    return a.value > b.value || (a.value == b.value && a.id < b.id);
+  });
+}
+
+inline void sort_by_id(Candidate* c, int count) {
+  std::sort(c, c + count, [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+}
+
 inline int64_t slot_of(const Attend* a, const Node* n, int position) {
   if (position >= n->count) return -1;
   if (position < n->direct)
@@ -306,6 +402,7 @@ struct Kernels {
   void (*output)(const void*, Share*);
   void (*mlp)(const void*, Share*);
   void (*head)(const void*, Share*);
+  void (*choose)(const void*, Share*);
 };
 
 #define KERNELS(space)                                                       \
@@ -314,7 +411,8 @@ struct Kernels {
         [](const void* a, Share* s) { space::attend((const Attend*)a, s); }, \
         [](const void* a, Share* s) { space::output((const Output*)a, s); }, \
         [](const void* a, Share* s) { space::mlp((const Mlp*)a, s); },       \
-        [](const void* a, Share* s) { space::head((const Head*)a, s); }      \
+        [](const void* a, Share* s) { space::head((const Head*)a, s); },     \
+        [](const void* a, Share* s) { space::choose((const Choose*)a, s); }  \
   }
 
 int best_isa() {
@@ -394,6 +492,7 @@ void outstride_project(void* e, const Project* a) { run(&((Engine*)e)->pool, ((E
 void outstride_attend(void* e, const Attend* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.attend, a); }
 void outstride_output(void* e, const Output* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.output, a); }
 void outstride_mlp(void* e, const Mlp* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.mlp, a); }
+void outstride_choose(void* e, const Choose* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.choose, a); }
 void outstride_head(void* e, const Head* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.head, a); }
 
 // Weights of float32, [channels][k], to tiles of int8 with one scale per channel.

@@ -117,6 +117,38 @@ class Head(c.Structure):
     )
 
 
+DRAW = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("position", np.int64),
+        ("index", np.int32),
+        ("purpose", np.int32),
+        ("top_k", np.int32),
+        ("temperature", np.float32),
+        ("min_p", np.float32),
+        ("log_min_p", np.float32),
+        ("top_p", np.float64),
+    ],
+    align=True,
+)
+
+
+class Choose(c.Structure):
+    _fields_ = (
+        ("logits", _P),
+        ("draws", _P),
+        ("scaled", _P),
+        ("room", _P),
+        ("out", _P),
+        ("rows", _I),
+        ("stride", _I),
+        ("vocabulary", _I),
+        ("k", _I),
+    )
+
+
+MOST_BEST = 64
+"""So many tokens can be chosen for a node in native code."""
 ISAS = ("portable", "avx2", "avx512-vnni")
 
 
@@ -145,6 +177,7 @@ def library() -> c.CDLL:
         ("output", Output),
         ("mlp", Mlp),
         ("head", Head),
+        ("choose", Choose),
     ):
         function = getattr(lib, f"outstride_{name}")
         function.argtypes = [_P, c.POINTER(structure)]

@@ -6,8 +6,11 @@ the tensor cores add steps of 16 one after the other; parts are added in order. 
 in a tile, and whether the parts are summed by one program or by several, changes no bit: few rows
 spread the parts over the card, many rows take them one after the other.
 
+Small matrices cost latency, not bandwidth, and take another way: eight warps of one program each sum
+an eighth of K, and the eighths are added in one fixed pattern.
+
 The norm before a product is folded into it: its weight is part of the matrix, and its factor, one
-number per row, is applied to the result. The squares are summed in 64 lanes and a tree of pairs.
+number per row, is applied to the result.
 """
 
 from __future__ import annotations
@@ -51,37 +54,20 @@ def pair_sum(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _chain(a, b, steps, square, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-           SQUARES: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """One part of K: the products, and the squares of the rows in BK lanes."""
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for _ in tl.range(0, steps, num_stages=STAGES):
-        left = tl.load(a)
-        right = tl.load(b)
-        acc = tl.dot(left, right, acc)
-        if SQUARES:
-            wide = left.to(tl.float32)
-            square += wide * wide
-        a += BK
-        b += BK
-    return acc, square
-
-
-@triton.jit
-def _finish(y, rows, cols, bias, out, low, ld_out, positions, slots, cosines, sines, keys, values,
-            query_norm, key_norm, eps,
+def _finish(y, base, rows, cols, bias, out, low, ld_out, positions, slots, cosines, sines, keys,
+            values, query_norm, key_norm, eps,
             BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
             Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr,
             WIDE: tl.constexpr, LEVELS: tl.constexpr, ROPE: tl.constexpr,
             HEAD_NORM: tl.constexpr):  # fmt: skip
-    """What becomes of a tile of results."""
+    """What becomes of a tile of results; `base` is what it is added to."""
     if BIAS:
         y += tl.load(bias + cols)[None, :]
     if KIND == FLOATS:
         tl.store(out + rows[:, None].to(tl.int64) * ld_out + cols[None, :], y)
     if KIND == ADDED:
         at = rows[:, None].to(tl.int64) * ld_out + cols[None, :]
-        y += tl.load(out + at)
+        y += base
         tl.store(out + at, y)
         tl.store(low + at, y.to(low.dtype.element_ty))
     if KIND == GATED:
@@ -105,13 +91,13 @@ def _finish(y, rows, cols, bias, out, low, ld_out, positions, slots, cosines, si
             factor = tl.reshape(tl.math.rsqrt(mean + eps), (BM, per, 1))
             factor = tl.broadcast_to(factor, (BM, per, WIDE // 2))
             factor = tl.reshape(factor, (BM, BN // 2))
-            is_query = head < Q_HEADS
-            live = inside & turned
-            norm = tl.load(query_norm + at_even, mask=live & is_query, other=1.0)
-            norm *= tl.load(key_norm + at_even, mask=live & ~is_query, other=1.0)
+            of_query = inside & (head < Q_HEADS)
+            of_key = inside & turned & (head >= Q_HEADS)
+            norm = tl.load(query_norm + at_even, mask=of_query, other=1.0)
+            norm *= tl.load(key_norm + at_even, mask=of_key, other=1.0)
             even = tl.where(turned[None, :], even * factor * norm[None, :], even)
-            norm = tl.load(query_norm + at_odd, mask=live & is_query, other=1.0)
-            norm *= tl.load(key_norm + at_odd, mask=live & ~is_query, other=1.0)
+            norm = tl.load(query_norm + at_odd, mask=of_query, other=1.0)
+            norm *= tl.load(key_norm + at_odd, mask=of_key, other=1.0)
             odd = tl.where(turned[None, :], odd * factor * norm[None, :], odd)
         if ROPE:
             position = tl.load(positions + rows).to(tl.int64)
@@ -142,13 +128,76 @@ def _finish(y, rows, cols, bias, out, low, ld_out, positions, slots, cosines, si
 
 
 @triton.jit
-def linear_kernel(
-    x, w, bias, out, low, factors, gather, partial, partial_squares, tickets,
+def short_kernel(
+    x, w, bias, out, low, gather,
     positions, slots, cosines, sines, keys, values, query_norm, key_norm,
-    tiles_m, ld_x, ld_out, part, width, eps,
+    tiles_m, ld_x, ld_out, k_all, width, eps,
+    BM: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr, ITER: tl.constexpr,
+    NORM: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr,
+    HEAD_LEVELS: tl.constexpr, ROPE: tl.constexpr, HEAD_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """For matrices that are latency, not bandwidth: eight warps take an eighth of K each."""
+    tile = tl.program_id(0)
+    rows = tile % tiles_m * BM + tl.arange(0, BM)
+    cols = tile // tiles_m * BN + tl.arange(0, BN)
+    k = (tl.arange(0, 8) * (LANES * ITER))[:, None] + tl.arange(0, LANES)[None, :]
+    b = w + cols[None, None, :].to(tl.int64) * k_all + k[:, :, None]
+    right = tl.load(b, mask=(k < k_all)[:, :, None], other=0.0)
+    if PDL:
+        gdc_wait()
+    base = tl.zeros((BM, BN), dtype=tl.float32)
+    if KIND == ADDED:
+        base = tl.load(out + rows[:, None].to(tl.int64) * ld_out + cols[None, :])
+    source = rows
+    if GATHER:
+        source = tl.load(gather + rows)
+    a = x + source[None, :, None].to(tl.int64) * ld_x + k[:, None, :]
+    left = tl.load(a, mask=(k < k_all)[:, None, :], other=0.0)
+    y = tl.dot(left, right)
+    if NORM == NORMED:
+        wide = left.to(tl.float32)
+        squares = wide * wide
+    for i in tl.static_range(1, ITER):
+        inside = k + i * LANES < k_all
+        left = tl.load(a + i * LANES, mask=inside[:, None, :], other=0.0)
+        right = tl.load(b + i * LANES, mask=inside[:, :, None], other=0.0)
+        y = tl.dot(left, right, y)
+        if NORM == NORMED:
+            wide = left.to(tl.float32)
+            squares += wide * wide
+    if PDL:
+        gdc_launch_dependents()
+    y = tl.sum(y, axis=0)
+    if NORM == NORMED:
+        sums = pair_sum(tl.reshape(squares, (8 * BM, LANES)), 8 * BM, LANES, 7)
+        total = pair_sum(tl.trans(tl.reshape(sums, (8, BM))), BM, 8, 3)
+        y *= tl.math.rsqrt(total / width + eps)[:, None]
+    _finish(y, base, rows, cols, bias, out, low, ld_out, positions, slots, cosines, sines, keys,
+            values, query_norm, key_norm, eps, BM, BN, KIND, BIAS, Q_HEADS, KV_HEADS, HEAD, WIDE,
+            HEAD_LEVELS, ROPE, HEAD_NORM)  # fmt: skip
+
+
+@triton.jit
+def _chain(a, b, steps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+           STAGES: tl.constexpr):  # fmt: skip
+    """One part of K."""
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for _ in tl.range(0, steps, num_stages=STAGES):
+        acc = tl.dot(tl.load(a), tl.load(b), acc)
+        a += BK
+        b += BK
+    return acc
+
+
+@triton.jit
+def linear_kernel(
+    x, w, bias, out, low, factors, gather, partial, tickets,
+    positions, slots, cosines, sines, keys, values, query_norm, key_norm,
+    tiles_m, ld_x, ld_out, part, eps,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     FAN: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    GATHER: tl.constexpr, LEVELS: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    GATHER: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr, WIDE: tl.constexpr, HEAD_LEVELS: tl.constexpr, ROPE: tl.constexpr,
     HEAD_NORM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -156,32 +205,25 @@ def linear_kernel(
     pid = tl.program_id(0)
     first = pid % SPLIT if FAN else 0
     tile = pid // SPLIT if FAN else pid
-    places = tile % tiles_m * BM + tl.arange(0, BM)
+    rows = tile % tiles_m * BM + tl.arange(0, BM)
     cols = tile // tiles_m * BN + tl.arange(0, BN)
     ks = tl.arange(0, BK)
     k_all = part * SPLIT
     b = w + cols[None, :].to(tl.int64) * k_all + (first * part + ks)[:, None]
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
-    rows = places
+    source = rows
     if GATHER:
-        rows = tl.load(gather + places)
-    a = x + rows[:, None].to(tl.int64) * ld_x + (first * part + ks)[None, :]
-    squares = tl.zeros((BM, BK), dtype=tl.float32)
-    measured: tl.constexpr = NORM == NORMED
-    y, squares = _chain(a, b, part // BK, squares, BM, BN, BK, measured, STAGES)
-    total = tl.zeros((BM,), dtype=tl.float32)
-    if measured:
-        total = pair_sum(squares, BM, BK, LEVELS)
+        source = tl.load(gather + rows)
+    a = x + source[:, None].to(tl.int64) * ld_x + (first * part + ks)[None, :]
+    y = _chain(a, b, part // BK, BM, BN, BK, STAGES)
+    if PDL:
+        gdc_launch_dependents()
     last = True
     if SPLIT > 1:
         if FAN:
-            lane = tl.arange(0, BM)
-            at = lane[:, None] * BN + tl.arange(0, BN)[None, :]
+            at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
             tl.store(partial + (tile * SPLIT + first) * (BM * BN) + at, y)
-            if measured:
-                tl.store(partial_squares + (tile * SPLIT + first) * BM + lane, total)
             tl.debug_barrier()
             last = tl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
             if last:
@@ -189,48 +231,34 @@ def linear_kernel(
                 y = tl.load(mine, cache_modifier=".cg")
                 for s in tl.static_range(1, SPLIT):
                     y += tl.load(mine + s * (BM * BN), cache_modifier=".cg")
-                if measured:
-                    sums = partial_squares + tile * SPLIT * BM + lane
-                    total = tl.load(sums, cache_modifier=".cg")
-                    for s in tl.static_range(1, SPLIT):
-                        total += tl.load(sums + s * BM, cache_modifier=".cg")
                 tl.store(tickets + tile, 0)
         else:
-            for s in tl.static_range(1, SPLIT):
-                none = tl.zeros((BM, BK), dtype=tl.float32)
-                more, none = _chain(a + s * part, b + s * part, part // BK, none, BM, BN, BK,
-                                    measured, STAGES)  # fmt: skip
-                y += more
-                if measured:
-                    total += pair_sum(none, BM, BK, LEVELS)
+            for s in range(1, SPLIT):
+                y += _chain(a + s * part, b + s * part, part // BK, BM, BN, BK, STAGES)
     if last:
-        if measured:
-            y *= tl.math.rsqrt(total / width + eps)[:, None]
         if NORM == KNOWN:
             y *= tl.load(factors + rows)[:, None]
-        _finish(y, places, cols, bias, out, low, ld_out, positions, slots, cosines, sines, keys,
-                values, query_norm, key_norm, eps, BM, BN, KIND, BIAS, Q_HEADS, KV_HEADS, HEAD,
-                WIDE, HEAD_LEVELS, ROPE, HEAD_NORM)  # fmt: skip
+        base = tl.zeros((BM, BN), dtype=tl.float32)
+        if KIND == ADDED:
+            base = tl.load(out + rows[:, None].to(tl.int64) * ld_out + cols[None, :])
+        _finish(y, base, rows, cols, bias, out, low, ld_out, positions, slots, cosines, sines,
+                keys, values, query_norm, key_norm, eps, BM, BN, KIND, BIAS, Q_HEADS, KV_HEADS,
+                HEAD, WIDE, HEAD_LEVELS, ROPE, HEAD_NORM)  # fmt: skip
 
 
 @triton.jit
-def factor_kernel(
-    x, factors, ld_x, part, width, eps,
-    BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, LEVELS: tl.constexpr,
-):  # fmt: skip
-    """The factor of the norm for many rows, added up as `linear_kernel` adds it."""
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    a = x + rows[:, None].to(tl.int64) * ld_x + tl.arange(0, BK)[None, :]
-    total = tl.zeros((BM,), dtype=tl.float32)
-    for s in tl.static_range(SPLIT):
-        squares = tl.zeros((BM, BK), dtype=tl.float32)
-        for _ in range(part // BK):
-            wide = tl.load(a).to(tl.float32)
-            squares += wide * wide
-            a += BK
-        more = pair_sum(squares, BM, BK, LEVELS)
-        total = more if s == 0 else total + more
-    tl.store(factors + rows, tl.math.rsqrt(total / width + eps))
+def factor_kernel(x, factors, gather, ld_x, width, eps, WIDTH: tl.constexpr,
+                  GATHER: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The factor of the norm: one program adds up one row."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    source = tl.load(gather + row) if GATHER else row
+    k = tl.arange(0, WIDTH)
+    values = tl.load(x + source.to(tl.int64) * ld_x + k, mask=k < width, other=0.0).to(tl.float32)
+    total = tl.sum(values * values, axis=0)
+    tl.store(factors + row, tl.math.rsqrt(total / width + eps))
 
 
 # --- shapes -----------------------------------------------------------------------------------------
@@ -269,18 +297,16 @@ class Tiles:
 
 def tiles(outer: int, inner: int, rows: int, *, least: int = 16) -> Tiles:
     """Tiles for a weight of this shape. `rows` is a multiple of 16; `least` columns stay together."""
-    small = outer * inner < SMALL
+    if outer * inner < SMALL:
+        bm = 32 if rows % 32 == 0 else 16
+        bn = (32 if outer >= 2048 else 16) if rows <= 128 else 64
+        return Tiles(bm, max(bn, least), False, 8, 1)
     if rows <= 64:
         bm = rows if rows in (16, 32, 64) else 16
-        if small:
-            bn = 32 if outer >= 2048 else 16
-            return Tiles(bm, max(bn, least), True, 4, 8 if bm < 64 else 6)
-        return Tiles(bm, max(128, least), True, 4 if bm < 64 else 8, 5)
+        return Tiles(bm, max(128, least), True, 4, 4)
     bm = 128 if rows % 128 == 0 else 64 if rows % 64 == 0 else 16
     many = rows // bm * -(-outer // 128)
-    if small and many < FULL:
-        return Tiles(min(bm, 64), max(64, least), True, 4, 4)
-    return Tiles(bm, max(128, least), many < FULL, 8 if bm >= 64 else 4, 4)
+    return Tiles(bm, max(128, least), many < FULL, 8 if bm >= 64 else 4, 3)
 
 
 @dataclass(slots=True)
@@ -328,7 +354,6 @@ class Scratch:
 
     device: torch.device
     partial: torch.Tensor
-    squares: torch.Tensor
     tickets: torch.Tensor
     factors: torch.Tensor
     nothing: torch.Tensor
@@ -341,7 +366,6 @@ class Scratch:
         return cls(
             device,
             room(24 << 20, torch.float32),
-            room(1 << 20, torch.float32),
             room(1 << 16, torch.int32),
             room(rows, torch.float32),
             room(1, torch.float32),
@@ -384,50 +408,56 @@ def linear(
 ) -> None:
     """The product of `rows` rows (a multiple of 16) with a matrix; `norm` is the norm's epsilon."""
     least = turn.wide if turn is not None and turn.query_norm is not None else 16
-    split, outer = matrix.split, up(matrix.outer, 16)
-    chosen = layout or tiles(outer, matrix.weight.shape[1], rows, least=least)
+    split, outer, inner = matrix.split, up(matrix.outer, 16), matrix.weight.shape[1]
+    chosen = layout or tiles(matrix.outer, inner, rows, least=least)
     columns = -(-outer // chosen.bn)
-    if chosen.fan and split > 1:
-        room = rows * columns * split
-        if room * chosen.bn > len(scratch.partial) or room > len(scratch.squares):
-            chosen = Tiles(chosen.bm, chosen.bn, False, chosen.warps, chosen.stages)
-    part = matrix.weight.shape[1] // split
-    width, eps = float(matrix.inner), 0.0 if norm is None else norm
-    how = UNSCALED
-    if norm is not None:
-        how = NORMED
-        if rows > 64 and gather is None:
-            how = KNOWN
-            factor_kernel[(rows // 16,)](
-                x, scratch.factors, x.stride(0), part, width, eps,
-                BM=16, BK=STEP, SPLIT=split, LEVELS=6, num_warps=4, enable_fp_fusion=False,
-            )  # fmt: skip
     tiles_m = rows // chosen.bm
-    grid = tiles_m * columns * (split if chosen.fan else 1)
-    none = scratch.nothing
-    t = turn
+    eps, none, t = 0.0 if norm is None else norm, scratch.nothing, turn
     result = out if out is not None else low
     assert result is not None
-    linear_kernel[(grid,)](
-        x, matrix.weight, none if matrix.bias is None else matrix.bias,
-        none if out is None else out, none if low is None else low,
-        scratch.factors, none if gather is None else gather,
-        scratch.partial, scratch.squares, scratch.tickets,
+    launch: dict[str, Any] = {"num_warps": chosen.warps, "enable_fp_fusion": False, "PDL": pdl}
+    if pdl:
+        launch["launch_pdl"] = True
+    common = {
+        "BM": chosen.bm, "BN": chosen.bn, "KIND": kind, "BIAS": matrix.bias is not None,
+        "GATHER": gather is not None,
+        "Q_HEADS": t.heads if t else 1, "KV_HEADS": t.kv_heads if t else 1,
+        "HEAD": t.head if t else 2, "WIDE": t.wide if t else 2,
+        "HEAD_LEVELS": (t.wide if t else 2).bit_length() - 1,
+        "ROPE": t.rope if t else False,
+        "HEAD_NORM": t is not None and t.query_norm is not None,
+    }  # fmt: skip
+    turning = (
         t.positions if t else none, t.slots if t else none,
         t.cosines if t else none, t.sines if t else none,
         t.keys if t else none, t.values if t else none,
         t.query_norm if t and t.query_norm is not None else none,
         t.key_norm if t and t.key_norm is not None else none,
-        tiles_m, x.stride(0), result.stride(0), part, width, eps,
-        BM=chosen.bm, BN=chosen.bn, BK=STEP, SPLIT=split, FAN=chosen.fan,
-        NORM=how, KIND=kind, BIAS=matrix.bias is not None,
-        GATHER=gather is not None, LEVELS=6,
-        Q_HEADS=t.heads if t else 1, KV_HEADS=t.kv_heads if t else 1,
-        HEAD=t.head if t else 2, WIDE=t.wide if t else 2,
-        HEAD_LEVELS=(t.wide if t else 2).bit_length() - 1,
-        ROPE=t.rope if t else False,
-        HEAD_NORM=t is not None and t.query_norm is not None,
-        STAGES=chosen.stages, PDL=pdl,
-        num_warps=chosen.warps, enable_fp_fusion=False,
-        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    ends = (
+        none if matrix.bias is None else matrix.bias,
+        none if out is None else out, none if low is None else low,
+    )  # fmt: skip
+    chooser = none if gather is None else gather
+    if matrix.outer * inner < SMALL:
+        short_kernel[(tiles_m * columns,)](
+            x, matrix.weight, *ends, chooser, *turning,
+            tiles_m, x.stride(0), result.stride(0), inner, float(matrix.inner), eps,
+            LANES=128, ITER=-(-inner // 1024), NORM=UNSCALED if norm is None else NORMED,
+            **common, **launch,
+        )  # fmt: skip
+        return
+    if norm is not None:
+        extra = {"launch_pdl": True} if pdl else {}
+        factor_kernel[(rows,)](
+            x, scratch.factors, chooser, x.stride(0), matrix.inner, eps,
+            WIDTH=triton.next_power_of_2(matrix.inner), GATHER=gather is not None, PDL=pdl,
+            num_warps=8, enable_fp_fusion=False, **extra,
+        )  # fmt: skip
+    fan = chosen.fan and rows * columns * split * chosen.bn <= len(scratch.partial)
+    linear_kernel[(tiles_m * columns * (split if fan else 1),)](
+        x, matrix.weight, *ends, scratch.factors, chooser, scratch.partial, scratch.tickets,
+        *turning, tiles_m, x.stride(0), result.stride(0), inner // split, eps,
+        BK=STEP, SPLIT=split, FAN=fan, NORM=UNSCALED if norm is None else KNOWN,
+        STAGES=chosen.stages, **common, **launch,
     )  # fmt: skip
