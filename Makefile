@@ -94,12 +94,14 @@ $(VENV)/.torch-stamp: constraints.txt
 	@$(PIP) torch
 	@touch $@
 
-$(VENV)/.run-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
+NATIVE := setup.py $(wildcard src/outstride/ops/cpu/kernels.*)
+
+$(VENV)/.run-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt $(NATIVE)
 	@echo 'installing outstride (first time only)'
 	@$(PIP) -e .
 	@touch $@
 
-$(VENV)/.test-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
+$(VENV)/.test-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt $(NATIVE)
 	@echo 'installing outstride with its development tools (first time only)'
 	@$(PIP) -e '.[dev]'
 	@touch $(VENV)/.run-stamp $@

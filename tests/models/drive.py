@@ -84,7 +84,9 @@ class Hand:
 
     @property
     def table(self) -> Table:
-        return Table(pages=list(self.pages), positions=list(self.positions), stale=self.stale)
+        positions = list(self.positions)
+        ordered = positions == list(range(len(positions)))
+        return Table(list(self.pages), positions, stale=self.stale, ordered=ordered)
 
     def slot(self, entry: int) -> int:
         return self.pages[entry // PAGE] * PAGE + entry % PAGE

@@ -220,7 +220,8 @@ class Decoder:
                 ops.keep_features(high, x, batch)
             return x
 
-        x = ops.run(layers, batch)
+        fresh = all(part.state is None and not part.proposal.wants.hidden for part in parts)
+        x = ops.run(layers, batch, fresh and (low, high) == (0, self.config.layers))
         self._record(parts, spans, high, x)
         for part, span in zip(parts, spans, strict=True):
             part.state = ops.leave(x, span.rows)

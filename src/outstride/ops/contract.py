@@ -144,8 +144,9 @@ class Ops(ABC):
     def head(self, wanted: Sequence[Wanted]) -> list[Scores]:
         """Final norm, vocabulary and the choice of tokens, for everybody at once."""
 
-    def run(self, layers: Callable[[], State], batch: Any) -> State:
-        """Runs the layers; an implementation may record them once and replay them."""
+    def run(self, layers: Callable[[], State], batch: Any, whole: bool) -> State:
+        """Runs the layers. An implementation may record a `whole` pass once and replay it: all
+        layers from the embedding on, with nothing read out on the way."""
         return layers()
 
     # --- what lasts longer than a pass ------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.proposal import Proposal, Scores
 from outstride.core.select import select
-from outstride.ops.contract import LayerWeights, Model, Ops, Span, Wanted
+from outstride.ops.contract import LayerWeights, Model, Ops, Shape, Span, Wanted
 from outstride.ops.cpu import native
 from outstride.ops.cpu.keys import Keys, keys_of
 from outstride.ops.cpu.packed import Packed, alternating, rounded
@@ -44,17 +44,68 @@ class _Layer:
 
 @dataclass(slots=True)
 class Batch:
-    """What is worked out once for a run of layers, and buffers that all of them use."""
+    """The spans of a run of layers; what else they need is in the workspace."""
 
     spans: Sequence[Span]
     rows: int
-    positions: IntArray
     slots: IntArray
-    keys: Keys
-    nodes: dict[int | None, npt.NDArray[np.void]]
-    qkv: FloatArray
-    mixed: FloatArray
-    middle: FloatArray
+
+
+class Workspace:
+    """Buffers for so many rows, and the structures that tell the kernels about them.
+
+    They are filled for each pass and never move, so that a layer's structure is made once.
+    """
+
+    def __init__(
+        self, rows: int, shape: Shape, width: int, qkv: int, heads: int, middle: int
+    ) -> None:
+        self.rows = rows
+        self.x = np.zeros((rows, width), dtype=np.float32)
+        self._qkv = np.zeros((rows, qkv), dtype=np.float32)
+        self._mixed = np.zeros((rows, heads), dtype=np.float32)
+        self._middle = np.zeros((rows, middle), dtype=np.float32)
+        self._positions = np.zeros(rows, dtype=np.int64)
+        self._slots = np.zeros(rows, dtype=np.int64)
+        self._nodes = {
+            window: np.zeros(rows, dtype=native.NODE) for window in dict.fromkeys(shape.windows)
+        }
+        self.nodes = {
+            window: ctypes.pointer(ctypes.c_void_p(nodes.ctypes.data))
+            for window, nodes in self._nodes.items()
+        }
+        self._keys: Keys | None = None
+        self.struct = native.Pass(
+            x=self.x.ctypes.data,
+            qkv=self._qkv.ctypes.data,
+            mixed=self._mixed.ctypes.data,
+            middle=self._middle.ctypes.data,
+            positions=self._positions.ctypes.data,
+            slots=self._slots.ctypes.data,
+            width=width,
+            hidden=shape.hidden_size,
+            heads_width=heads,
+            middle_width=middle,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            eps=shape.norm_eps,
+            scale=shape.head_dim**-0.5,
+        )
+
+    def fill(self, keys: Keys, slots: IntArray) -> None:
+        """Sets a pass up."""
+        rows = len(slots)
+        self._positions[:rows] = keys.positions
+        self._slots[:rows] = slots
+        for window, nodes in self._nodes.items():
+            nodes[:rows] = keys.nodes
+            if window is not None:
+                nodes["start"][:rows] = np.maximum(keys.positions - window + 1, 0)
+        self._keys = keys  # the kernels read its lists
+        self.struct.pages = keys.pages.ctypes.data
+        self.struct.tails = keys.tails.ctypes.data
+        self.struct.rows = rows
 
 
 def _vector(tensor: torch.Tensor | None, width: int) -> FloatArray | None:
@@ -90,9 +141,8 @@ class Cpu(Ops):
         self._middle = rounded(shape.intermediate_size, 16)
         self._heads_width = rounded(shape.heads * shape.head_dim, 16)
         self._layers = []
-        for i, layer in enumerate(model.layers):
-            self._layers.append(self._pack(layer))
-            model.layers[i] = layer  # the caller's own list may drop it
+        while model.layers:  # taken one by one, so that the model never exists twice
+            self._layers.append(self._pack(model.layers.pop(0)))
         self.vocabulary = Packed.of(
             (model.embedding if model.head is None else model.head).numpy(), None, self.width
         )
@@ -110,7 +160,6 @@ class Cpu(Ops):
             (model.slots if model.features else 0, len(model.features) * shape.hidden_size),
             dtype=np.float32,
         )
-        self._capacity = 0
         self._engine: int | None = None
         self.name = f"cpu {native.ISAS[self._isa]} int8 x 12 bit, cache fp16"
         self._open(256)
@@ -152,15 +201,38 @@ class Cpu(Ops):
         )
 
     def _open(self, rows: int) -> None:
-        """A native engine with room for so many rows."""
+        """A native engine and a workspace with room for so many rows."""
         if self._engine is not None:
             self._lib.outstride_close(self._engine)
+        shape = self._shape
         depth = max(self.width, self._middle, self._heads_width)
-        scratch = max(self.width, 24 * self._shape.head_dim)
+        scratch = max(self.width, 24 * shape.head_dim)
         self._engine = self._lib.outstride_open(self._threads, self._isa, rows, depth, scratch)
         if not self._engine:
             raise MemoryError("the native kernels could not be started")
-        self._capacity = rows
+        self._space = space = Workspace(
+            rows, shape, self.width, self._layers[0].qkv.stride, self._heads_width, self._middle
+        )
+        space.struct.page_size = self._page_size
+        space.struct.cos, space.struct.sin = self._cos.ctypes.data, self._sin.ctypes.data
+        self._calls = [
+            native.Layer(
+                ctypes.pointer(space.struct),
+                space.nodes[shape.windows[i]],
+                layer.attention_norm.ctypes.data,
+                _address(layer.query_norm),
+                _address(layer.key_norm),
+                layer.mlp_norm.ctypes.data,
+                ctypes.pointer(layer.qkv.struct),
+                ctypes.pointer(layer.output.struct),
+                ctypes.pointer(layer.gate_up.struct),
+                ctypes.pointer(layer.down.struct),
+                self._keys[i].ctypes.data,
+                self._values[i].ctypes.data,
+                shape.rope_layers[i],
+            )
+            for i, layer in enumerate(self._layers)
+        ]
 
     def __del__(self) -> None:
         if getattr(self, "_engine", None):
@@ -170,34 +242,26 @@ class Cpu(Ops):
 
     def begin(self, spans: Sequence[Span], windows: Sequence[int | None]) -> Batch:
         rows = spans[-1].rows.stop
-        if rows > self._capacity:
+        if rows > self._space.rows:
             self._open(rounded(rows, 256))
         keys = keys_of(spans, self._page_size)
         last = int(keys.positions.max())
         if last >= len(self._cos):
             self._cos, self._sin = self._turns(2 * last + 1)
+            self._space.struct.cos = self._cos.ctypes.data
+            self._space.struct.sin = self._sin.ctypes.data
         slots = np.concatenate([s.slots[s.first :] for s in spans])
-        first = self._layers[0]
-        return Batch(
-            spans=spans,
-            rows=rows,
-            positions=np.ascontiguousarray(keys.positions),
-            slots=np.ascontiguousarray(slots),
-            keys=keys,
-            nodes={window: keys.within(window) for window in dict.fromkeys(windows)},
-            qkv=np.empty((rows, first.qkv.stride), dtype=np.float32),
-            mixed=np.zeros((rows, self._heads_width), dtype=np.float32),
-            middle=np.empty((rows, self._middle), dtype=np.float32),
-        )
+        self._space.fill(keys, slots)
+        return Batch(spans, rows, slots)
 
     def enter(self, batch: Batch, states: Sequence[FloatArray | None]) -> FloatArray:
-        x = np.zeros((batch.rows, self.width), dtype=np.float32)
+        x = self._space.x
         for span, state in zip(batch.spans, states, strict=True):
             if state is None:
                 x[span.rows] = self._embed(span)
             else:
                 x[span.rows, : state.shape[1]] = state
-        return x
+        return x[: batch.rows]
 
     def _embed(self, span: Span) -> FloatArray:
         """The inputs of a span's nodes; a mixture is summed in the order in which it is given."""
@@ -221,90 +285,18 @@ class Cpu(Ops):
         rows[beyond, : self._shape.hidden_size] = self._extra[tokens[beyond] - size]
         return rows
 
-    def project(self, layer: int, x: FloatArray, batch: Batch) -> FloatArray:
-        shape, weights = self._shape, self._layers[layer]
-        self._lib.outstride_project(
-            self._engine,
-            native.Project(
-                x.ctypes.data,
-                weights.attention_norm.ctypes.data,
-                ctypes.pointer(weights.qkv.struct),
-                _address(weights.query_norm),
-                _address(weights.key_norm),
-                self._cos.ctypes.data,
-                self._sin.ctypes.data,
-                batch.positions.ctypes.data,
-                batch.slots.ctypes.data,
-                self._keys[layer].ctypes.data,
-                self._values[layer].ctypes.data,
-                batch.qkv.ctypes.data,
-                batch.rows,
-                self.width,
-                shape.hidden_size,
-                shape.heads,
-                shape.kv_heads,
-                shape.head_dim,
-                shape.rope_layers[layer],
-                shape.norm_eps,
-            ),
-        )
-        return batch.qkv
+    def project(self, layer: int, x: FloatArray, batch: Batch) -> None:
+        self._lib.outstride_project(self._engine, self._calls[layer])
 
-    def attend(self, layer: int, queries: FloatArray, batch: Batch) -> FloatArray:
-        shape = self._shape
-        nodes = batch.nodes[shape.windows[layer]]
-        self._lib.outstride_attend(
-            self._engine,
-            native.Attend(
-                queries.ctypes.data,
-                self._keys[layer].ctypes.data,
-                self._values[layer].ctypes.data,
-                batch.keys.pages.ctypes.data,
-                batch.keys.tails.ctypes.data,
-                nodes.ctypes.data,
-                batch.mixed.ctypes.data,
-                len(nodes),
-                queries.shape[1],
-                batch.mixed.shape[1],
-                shape.heads,
-                shape.kv_heads,
-                shape.head_dim,
-                self._page_size,
-                shape.head_dim**-0.5,
-            ),
-        )
-        return batch.mixed
+    def attend(self, layer: int, queries: None, batch: Batch) -> None:
+        self._lib.outstride_attend(self._engine, self._calls[layer])
 
-    def output(self, layer: int, x: FloatArray, mixed: FloatArray, batch: Batch) -> FloatArray:
-        self._lib.outstride_output(
-            self._engine,
-            native.Output(
-                mixed.ctypes.data,
-                ctypes.pointer(self._layers[layer].output.struct),
-                x.ctypes.data,
-                batch.rows,
-                mixed.shape[1],
-                self.width,
-            ),
-        )
+    def output(self, layer: int, x: FloatArray, mixed: None, batch: Batch) -> FloatArray:
+        self._lib.outstride_output(self._engine, self._calls[layer])
         return x
 
     def mlp(self, layer: int, x: FloatArray, batch: Batch) -> FloatArray:
-        weights = self._layers[layer]
-        self._lib.outstride_mlp(
-            self._engine,
-            native.Mlp(
-                x.ctypes.data,
-                weights.mlp_norm.ctypes.data,
-                ctypes.pointer(weights.gate_up.struct),
-                ctypes.pointer(weights.down.struct),
-                batch.middle.ctypes.data,
-                batch.rows,
-                self.width,
-                self._shape.hidden_size,
-                self._shape.norm_eps,
-            ),
-        )
+        self._lib.outstride_mlp(self._engine, self._calls[layer])
         return x
 
     def keep_features(self, layer: int, x: FloatArray, batch: Batch) -> None:
@@ -313,7 +305,7 @@ class Cpu(Ops):
             self._features[batch.slots, at * size : (at + 1) * size] = x[:, :size]
 
     def leave(self, x: FloatArray, rows: slice) -> FloatArray:
-        return x[rows]
+        return x[rows].copy()  # the workspace is used again
 
     def read(self, state: FloatArray) -> FloatArray:
         return state[:, : self._shape.hidden_size].copy()
@@ -395,7 +387,7 @@ class Cpu(Ops):
     def _scored(self, x: FloatArray, *, rows: bool) -> tuple[IntArray, FloatArray | None]:
         """The likeliest token of each row, and the rows themselves if they are asked for."""
         shape, count = self._shape, len(x)
-        if count > self._capacity:
+        if count > self._space.rows:
             self._open(rounded(count, 256))
         best = np.empty((self._threads, count), dtype=native.BEST)
         logits = np.empty((count, self.vocabulary.stride), dtype=np.float32) if rows else None

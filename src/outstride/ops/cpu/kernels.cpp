@@ -33,56 +33,41 @@ struct Matrix {
   int32_t tiles, depth;  // depth: K rounded up to 16
 };
 
-struct Project {
-  const float* x;
-  const float* norm;
-  const Matrix* qkv;
-  const float* query_norm;
-  const float* key_norm;
-  const float* cos;
-  const float* sin;
-  const int64_t* positions;
-  const int64_t* slots;
-  uint16_t* keys;
-  uint16_t* values;
-  float* out;
-  int32_t rows, width, hidden, heads, kv_heads, head_dim, rotate;
-  float eps;
-};
-
 struct Node {
   int32_t row, start, count, direct, pages, tail;
   // Keys `start` to `count` by logical position: those below `direct` in the pages from `pages` on,
   // the others in the slots from `tail` on (-1: nothing there).
 };
 
-struct Attend {
-  const float* queries;
-  const uint16_t* keys;
-  const uint16_t* values;
+struct Pass {  // what all layers of a pass share
+  float* x;          // [rows][width]
+  float* qkv;        // [rows][channels of the product]
+  float* mixed;      // [rows][heads_width]
+  float* middle;     // [rows][middle_width]
+  const float* cos;  // [positions][head_dim / 2]
+  const float* sin;
+  const int64_t* positions;
+  const int64_t* slots;
   const int32_t* pages;
   const int32_t* tails;
-  const Node* nodes;
-  float* out;
-  int32_t count, query_stride, out_stride, heads, kv_heads, head_dim, page_size;
-  float scale;
+  int32_t rows, width, hidden, heads_width, middle_width, heads, kv_heads, head_dim, page_size;
+  float eps, scale;
 };
 
-struct Output {
-  const float* mixed;
-  const Matrix* matrix;
-  float* x;
-  int32_t rows, stride, width;
-};
-
-struct Mlp {
-  float* x;
-  const float* norm;
+struct Layer {
+  const Pass* pass;
+  const Node* const* nodes;  // where this layer's nodes are found: windows differ between layers
+  const float* attention_norm;
+  const float* query_norm;
+  const float* key_norm;
+  const float* mlp_norm;
+  const Matrix* qkv;
+  const Matrix* output;
   const Matrix* gate_up;
   const Matrix* down;
-  float* middle;
-  int32_t rows, width, hidden;
-  float eps;
+  uint16_t* keys;    // [slots / 16][kv_heads][head_dim][16]
+  uint16_t* values;  // [slots][kv_heads][head_dim]
+  int32_t rotate;
 };
 
 struct Best {
@@ -343,7 +328,7 @@ inline void sort_by_id(Candidate* c, int count) {
   std::sort(c, c + count, [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
 }
 
-inline int64_t slot_of(const Attend* a, const Node* n, int position) {
+inline int64_t slot_of(const Pass* a, const Node* n, int position) {
   if (position >= n->count) return -1;
   if (position < n->direct)
     return (int64_t)a->pages[n->pages + position / a->page_size] * a->page_size +
@@ -407,10 +392,10 @@ struct Kernels {
 
 #define KERNELS(space)                                                       \
   Kernels {                                                                  \
-    [](const void* a, Share* s) { space::project((const Project*)a, s); },   \
-        [](const void* a, Share* s) { space::attend((const Attend*)a, s); }, \
-        [](const void* a, Share* s) { space::output((const Output*)a, s); }, \
-        [](const void* a, Share* s) { space::mlp((const Mlp*)a, s); },       \
+    [](const void* a, Share* s) { space::project((const Layer*)a, s); },   \
+        [](const void* a, Share* s) { space::attend((const Layer*)a, s); }, \
+        [](const void* a, Share* s) { space::output((const Layer*)a, s); }, \
+        [](const void* a, Share* s) { space::mlp((const Layer*)a, s); },       \
         [](const void* a, Share* s) { space::head((const Head*)a, s); },     \
         [](const void* a, Share* s) { space::choose((const Choose*)a, s); }  \
   }
@@ -488,10 +473,10 @@ void outstride_close(void* engine) {
   delete e;
 }
 
-void outstride_project(void* e, const Project* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.project, a); }
-void outstride_attend(void* e, const Attend* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.attend, a); }
-void outstride_output(void* e, const Output* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.output, a); }
-void outstride_mlp(void* e, const Mlp* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.mlp, a); }
+void outstride_project(void* e, const Layer* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.project, a); }
+void outstride_attend(void* e, const Layer* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.attend, a); }
+void outstride_output(void* e, const Layer* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.output, a); }
+void outstride_mlp(void* e, const Layer* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.mlp, a); }
 void outstride_choose(void* e, const Choose* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.choose, a); }
 void outstride_head(void* e, const Head* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.head, a); }
 

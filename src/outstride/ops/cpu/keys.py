@@ -28,14 +28,6 @@ class Keys:
     tails: Ints
     positions: IntArray
 
-    def within(self, window: int | None) -> npt.NDArray[np.void]:
-        """The nodes, seeing no further back than a window."""
-        if window is None:
-            return self.nodes
-        nodes = self.nodes.copy()
-        nodes["start"] = np.maximum(self.positions - window + 1, 0)
-        return nodes
-
 
 def keys_of(spans: Sequence[Span], page_size: int) -> Keys:
     """The keys of all rows of a pass."""

@@ -26,76 +26,50 @@ class Matrix(c.Structure):
     )
 
 
-class Project(c.Structure):
+NODE = np.dtype([(name, np.int32) for name in ("row", "start", "count", "direct", "pages", "tail")])
+
+
+class Pass(c.Structure):
     _fields_ = (
         ("x", _P),
-        ("norm", _P),
-        ("qkv", c.POINTER(Matrix)),
-        ("query_norm", _P),
-        ("key_norm", _P),
+        ("qkv", _P),
+        ("mixed", _P),
+        ("middle", _P),
         ("cos", _P),
         ("sin", _P),
         ("positions", _P),
         ("slots", _P),
-        ("keys", _P),
-        ("values", _P),
-        ("out", _P),
+        ("pages", _P),
+        ("tails", _P),
         ("rows", _I),
         ("width", _I),
         ("hidden", _I),
-        ("heads", _I),
-        ("kv_heads", _I),
-        ("head_dim", _I),
-        ("rotate", _I),
-        ("eps", _F),
-    )
-
-
-NODE = np.dtype([(name, np.int32) for name in ("row", "start", "count", "direct", "pages", "tail")])
-
-
-class Attend(c.Structure):
-    _fields_ = (
-        ("queries", _P),
-        ("keys", _P),
-        ("values", _P),
-        ("pages", _P),
-        ("tails", _P),
-        ("nodes", _P),
-        ("out", _P),
-        ("count", _I),
-        ("query_stride", _I),
-        ("out_stride", _I),
+        ("heads_width", _I),
+        ("middle_width", _I),
         ("heads", _I),
         ("kv_heads", _I),
         ("head_dim", _I),
         ("page_size", _I),
+        ("eps", _F),
         ("scale", _F),
     )
 
 
-class Output(c.Structure):
+class Layer(c.Structure):
     _fields_ = (
-        ("mixed", _P),
-        ("matrix", c.POINTER(Matrix)),
-        ("x", _P),
-        ("rows", _I),
-        ("stride", _I),
-        ("width", _I),
-    )
-
-
-class Mlp(c.Structure):
-    _fields_ = (
-        ("x", _P),
-        ("norm", _P),
+        ("batch", c.POINTER(Pass)),
+        ("nodes", c.POINTER(_P)),
+        ("attention_norm", _P),
+        ("query_norm", _P),
+        ("key_norm", _P),
+        ("mlp_norm", _P),
+        ("qkv", c.POINTER(Matrix)),
+        ("output", c.POINTER(Matrix)),
         ("gate_up", c.POINTER(Matrix)),
         ("down", c.POINTER(Matrix)),
-        ("middle", _P),
-        ("rows", _I),
-        ("width", _I),
-        ("hidden", _I),
-        ("eps", _F),
+        ("keys", _P),
+        ("values", _P),
+        ("rotate", _I),
     )
 
 
@@ -172,10 +146,10 @@ def library() -> c.CDLL:
     lib.outstride_pack.argtypes = [_P, c.c_int, c.c_int, c.c_int, c.c_int, _P, _P, _P]
     lib.outstride_rows.argtypes = [c.POINTER(Matrix), _P, c.c_int, c.c_int, c.c_int, _P]
     for name, structure in (
-        ("project", Project),
-        ("attend", Attend),
-        ("output", Output),
-        ("mlp", Mlp),
+        ("project", Layer),
+        ("attend", Layer),
+        ("output", Layer),
+        ("mlp", Layer),
         ("head", Head),
         ("choose", Choose),
     ):
