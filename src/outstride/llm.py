@@ -123,11 +123,15 @@ class _Base:
             {TARGET: loaded.model},
             limits=Limits(nodes=max_nodes, sequences=max_sequences),
             end_tokens=self.tokenizer.eos_ids,
-            decode=self.tokenizer.decode,
+            spell=self._spell,
         )
         self._runner = Runner(self.engine)
         self._methods: dict[str, Method] = {}
         registry.discover()
+
+    def _spell(self, token: int) -> bytes:
+        """What a token adds to an answer: marks of structure add nothing."""
+        return b"" if self.tokenizer.is_special(token) else self.tokenizer.token_bytes(token)
 
     @property
     def fingerprint(self) -> str:

@@ -33,6 +33,12 @@ class FakeTokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         return "".join(ALPHABET[i] for i in ids if not (skip_special and i == END))
 
+    def token_bytes(self, token: int) -> bytes:
+        return ALPHABET[token].encode()
+
+    def is_special(self, token: int) -> bool:
+        return token == END
+
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         turns = [f"<{m['role']}>{m['content']}\n" for m in messages]
         return "".join(turns) + "<assistant>"

@@ -54,7 +54,7 @@ class Bench:
             self.toys,
             limits=Limits(nodes=self.nodes, sequences=self.sequences),
             end_tokens=[END],
-            decode=spell,
+            spell=lambda token: LETTERS[token].encode(),
         )
         self.texts: dict[int, str] = {}
         self.tokens: dict[int, list[int]] = {}

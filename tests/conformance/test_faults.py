@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,9 +14,8 @@ from outstride.accept.match import Match
 from outstride.cache.pool import Moves, PagePool
 from outstride.core.graph import NodeId
 from outstride.core.proposal import Proposal, Scores, Verdict
-from outstride.core.sampling import Draw
-from outstride.core.sequence import View
-from outstride.engine import rules
+from outstride.core.sequence import Sequence, View
+from outstride.engine import passes
 from outstride.errors import IntegrityError
 from outstride.models.toy import Toy
 from tests.conformance.harness import SAMPLINGS, Bench, alone, some_prompts, toy_method
@@ -90,12 +89,14 @@ def test_a_wrong_token_is_accepted() -> None:
 
 
 def test_noise_belongs_to_passes_instead_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, passes = rules.draw_of, iter(range(10**9))
+    original, count = passes.attach, iter(range(10**9))
 
-    def draw_of(*args: Any) -> Draw:
-        return replace(original(*args), index=next(passes))
+    def attach(sequence: Sequence, proposal: Proposal, end_tokens: Collection[int]) -> Proposal:
+        proposal = original(sequence, proposal, end_tokens)
+        proposal.draw = replace(proposal.draw, index=next(count))
+        return proposal
 
-    monkeypatch.setattr(rules, "draw_of", draw_of)
+    monkeypatch.setattr(passes, "attach", attach)
     with noticed():
         compare(registry.build("ngram"))
 

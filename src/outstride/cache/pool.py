@@ -147,7 +147,14 @@ class PagePool:
 
         Stale entries stay behind the kept ones until a node at their position takes their place.
         """
-        size, old = self.page_size, len(table)
+        size, old, kept = self.page_size, len(table), len(keep)
+        if not table.stale and not reuse and (not kept or keep[-1] == kept - 1):
+            # The leading nodes, in order: they are where they belong.
+            places = positions[:kept].tolist()
+            table.ordered = table.ordered and (not kept or places == list(range(old, old + kept)))
+            table.positions += places
+            self._trim(table)
+            return Moves()
         fresh = table.fresh
         covered = {int(positions[i]) for i in (*keep, *reuse)}
         stale = [i for i in range(fresh, old) if table.positions[i] not in covered]
@@ -167,8 +174,8 @@ class PagePool:
             + [int(positions[i]) for i in reuse]
         )
         table.stale = len(stale) + len(reuse)
-        kept = table.positions[fresh : fresh + len(keep)]
-        table.ordered = table.ordered and kept == list(range(fresh, fresh + len(keep)))
+        places = table.positions[fresh : fresh + kept]
+        table.ordered = table.ordered and places == list(range(fresh, fresh + kept))
         self._trim(table)
         return moves
 

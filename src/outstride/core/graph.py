@@ -152,6 +152,13 @@ class TokenGraph:
         )
 
 
+_MANY = 1024
+_NUMBERS = np.arange(-1, _MANY)
+_NUMBERS.flags.writeable = False
+_NO = np.zeros(_MANY, dtype=np.bool_)
+_NO.flags.writeable = False
+
+
 def _ints(values: Sequence[int] | IntArray) -> IntArray:
     return np.asarray(values, dtype=np.int64)
 
@@ -168,13 +175,16 @@ def chain(
     Positions out of order are allowed: a chain sees by order of nodes, not of positions.
     """
     n = len(tokens)
-    return TokenGraph(
+    small = n < _MANY  # most chains are short, and what is the same in all of them is shared
+    graph = TokenGraph(
         tokens=_ints(tokens),
         positions=np.arange(start, start + n) if positions is None else _ints(positions),
-        parents=np.arange(-1, n - 1),
-        blocks=np.arange(n),
-        probes=np.full(n, probe),
+        parents=_NUMBERS[:n] if small else np.arange(-1, n - 1),
+        blocks=_NUMBERS[1 : n + 1] if small else np.arange(n),
+        probes=_NO[:n] if small and not probe else np.full(n, probe),
     )
+    graph.__dict__["is_chain"] = True
+    return graph
 
 
 def tree(

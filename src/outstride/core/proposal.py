@@ -43,7 +43,7 @@ class Wants:
     hidden: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Proposal:
     """A graph for a named model, and what is known about it before the pass.
 
@@ -51,7 +51,8 @@ class Proposal:
     offset: a node at position p is scored for position p + offset (1: next token, 0: itself).
     layers: the range of layers to run (None: all); from a later layer on, `hidden` is the input.
     drafted: the drafter's own distribution for each drafted node, where it has one.
-    rules, draw: set by the engine from the request, for every model alike.
+    rules, draw: set by the engine from the request, for every model alike. A proposal belongs to the
+      engine once it is handed over.
     labels: who drafted a node, where several drafters share a graph.
     """
 
@@ -115,9 +116,12 @@ class Scores:
 
     def row(self, node: NodeId) -> int:
         """The line of the tables that belongs to a node."""
-        found = int(np.searchsorted(self.nodes, node))
-        if found == len(self.nodes) or self.nodes[found] != node:
-            raise KeyError(f"node {node} was not wanted")
+        nodes = self.nodes
+        found = node - int(nodes[0]) if len(nodes) else 0  # most often they are consecutive
+        if not (0 <= found < len(nodes) and nodes[found] == node):
+            found = int(np.searchsorted(nodes, node))
+            if found == len(nodes) or nodes[found] != node:
+                raise KeyError(f"node {node} was not wanted")
         return found
 
     def token(self, node: NodeId) -> TokenId:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outstride.core.graph import FloatArray, Position, TokenGraph, TokenId, block, chain, empty
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET
+from outstride.core.sampling import Draw, Purpose
 
 if TYPE_CHECKING:
     from outstride.core.contracts import Grammar, Method, Vision
@@ -113,6 +114,8 @@ class Sequence:
     state: Any = None
     grammar: Grammar | None = None
     group: list[Sequence] = field(default_factory=list)
+    draws: dict[Purpose, Draw] = field(default_factory=dict)
+    """The request's temperature, filters and noise, by purpose."""
     counts: Counts = field(default_factory=Counts)
     trace: list[Provenance] = field(default_factory=list)
     logprobs: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)

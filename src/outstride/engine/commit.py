@@ -66,8 +66,8 @@ class Commit:
             table, pool = sequence.tables[name], self._passes.pools[name]
             if name == TARGET:
                 # A stop rule may have cut the accepted run: what lies beyond is nobody's.
-                settled = (*range(len(sequence.tokens)), *sequence.canvas)
-                keep = [n for n in verdict.keep if int(ran.graph.positions[n]) in settled]
+                end, canvas, positions = len(sequence.tokens), sequence.canvas, ran.graph.positions
+                keep = [n for n in verdict.keep if positions[n] < end or positions[n] in canvas]
                 reuse = verdict.reuse
             else:
                 keep = [NodeId(n) for n in agreeing(ran.graph, ran.given, sequence.tokens)]

@@ -14,6 +14,12 @@ from outstride.engine.scheduler import Plan
 from outstride.errors import MethodFailed
 
 
+def _undrafted(turn: Turn) -> Proposal:
+    """The settled tokens alone."""
+    given = turn.view.given()
+    return Proposal(given, len(given))
+
+
 class Drafting:
     """Runs `propose` before the target's pass and `ahead` during it."""
 
@@ -28,11 +34,10 @@ class Drafting:
         turns, rounds = [], {}
         for share in plan.shares:
             view = self._passes.view(share.sequence, self._chunk, share.given)
-            given = view.given()
-            turn = Turn(share, view, Proposal(given, len(given)), reading=view.reading)
+            turn = Turn(share, view, reading=share.given < view.pending())
             turns.append(turn)
             rounds[turn] = share.sequence.method.drafter.propose(view, share.room)
-        for turn, proposal in self._rounds(rounds, lambda turn: turn.proposal).items():
+        for turn, proposal in self._rounds(rounds, _undrafted).items():
             least, most = turn.share.given, turn.share.given + turn.share.room
             if not (proposal.model == TARGET and least <= len(proposal.graph) <= most):
                 self._roster.fail(turn.sequence, MethodFailed("a proposal larger than its share"))

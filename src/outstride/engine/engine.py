@@ -21,7 +21,7 @@ from outstride.engine.ledger import Ledger, StepReport
 from outstride.engine.passes import Passes, Turn
 from outstride.engine.roster import Roster
 from outstride.engine.scheduler import Limits, Scheduler
-from outstride.engine.stopping import Decode
+from outstride.engine.stopping import Spell
 
 
 class Engine:
@@ -33,13 +33,13 @@ class Engine:
         *,
         limits: Limits | None = None,
         end_tokens: Collection[int] = (),
-        decode: Decode | None = None,
+        spell: Spell | None = None,
     ) -> None:
         limits = limits or Limits()
         self.ledger = Ledger()
         self.passes = Passes(models, end_tokens)
         self.scheduler = Scheduler(self.passes.pools, self.passes.visions, limits)
-        self.roster = Roster(self.passes, self.scheduler, end_tokens, decode)
+        self.roster = Roster(self.passes, self.scheduler, end_tokens, spell)
         self.drafting = Drafting(self.passes, self.roster, self.ledger, limits.nodes)
         self.commit = Commit(self.passes, self.roster, self.ledger)
 

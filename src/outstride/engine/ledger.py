@@ -56,11 +56,13 @@ class Ledger:
         drafted = len(proposal.graph) - proposal.given
         # A kept draft counts as accepted only if its token was emitted, not cut by a stop rule.
         start = len(sequence.tokens) - len(emitted)
-        sources = {
-            int(proposal.graph.positions[node]): proposal.labels.get(node, sequence.method.name)
-            for node in verdict.keep
-            if node >= proposal.given
-        }
+        sources = {}
+        if drafted:
+            sources = {
+                int(proposal.graph.positions[node]): proposal.labels.get(node, sequence.method.name)
+                for node in verdict.keep
+                if node >= proposal.given
+            }
         accepted = sum(start <= position < len(sequence.tokens) for position in sources)
         for counts in (sequence.counts, self.total):
             counts.passes += bool(emitted)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from outstride.cache.pool import Moves, PagePool
 from outstride.core.contracts import Done, Exactness, Model, Pending, Vision, Work
-from outstride.core.graph import TokenGraph
+from outstride.core.graph import FloatArray, TokenGraph
 from outstride.core.proposal import TARGET, Proposal, Wants
-from outstride.core.sequence import Sequence, View
+from outstride.core.sequence import Sequence, Table, View
 from outstride.engine.rules import attach
 from outstride.engine.scheduler import Share
 from outstride.errors import MethodFailed
@@ -30,9 +30,10 @@ class Turn:
 
     share: Share
     view: View
-    proposal: Proposal
     reading: bool
     """Whether this share of the pass does not reach the end of what is settled."""
+    proposal: Proposal = field(init=False)
+    """What the target scores: there once drafting is done."""
     ran: dict[str, Ran] = field(default_factory=dict)
 
     @property
@@ -48,6 +49,7 @@ class Passes:
         self.pools: dict[str, PagePool] = {}
         self.visions: dict[str, Vision] = {}
         self._end_tokens = frozenset(end_tokens)
+        self._readers: dict[str, Callable[[Table, int], FloatArray]] = {}
         for name, model in models.items():
             self.add(name, model)
 
@@ -55,14 +57,14 @@ class Passes:
         self.models[name] = model
         self.pools[name] = PagePool(model.pages, model.page_size, model.vision.block)
         self.visions[name] = model.vision
+        self._readers[name] = model.feature
 
     def view(self, sequence: Sequence, chunk: int, allotted: int = 0) -> View:
         """What a method may know of its sequence in this step."""
         for name in sequence.method.drafter.models:
             if name not in sequence.tables and sequence.tables:
                 sequence.tables[name] = self.pools[name].open(sequence.tokens, sequence.salt)
-        readers = {name: model.feature for name, model in self.models.items()}
-        return View(sequence, self.visions, sequence.limit, allotted, chunk, readers)
+        return View(sequence, self.visions, sequence.limit, allotted, chunk, self._readers)
 
     def reserve(self, turn: Turn, proposal: Proposal) -> bool:
         """Pages for a round of another model; the target's own were reserved by the plan."""
@@ -92,7 +94,7 @@ class Passes:
                 wants = replace(wants, nodes=())
             if params.prompt_logprobs is not None:
                 wants = self._with_prompt(turn.sequence, proposal, wants, reading)
-            proposal = proposal.asking(wants)
+            proposal.wants = wants
         return attach(turn.sequence, proposal, self._end_tokens)
 
     def _with_prompt(

@@ -15,7 +15,7 @@ from outstride.core.sequence import Sequence, Status
 from outstride.engine.ledger import Progress
 from outstride.engine.passes import Passes
 from outstride.engine.scheduler import Scheduler
-from outstride.engine.stopping import Decode, Stopper, Text
+from outstride.engine.stopping import Spell, Stopper, Text
 from outstride.errors import (
     InvalidPrompt,
     MethodFailed,
@@ -36,12 +36,12 @@ class Roster:
         passes: Passes,
         scheduler: Scheduler,
         end_tokens: Collection[int],
-        decode: Decode | None,
+        spell: Spell | None,
     ) -> None:
         self._passes = passes
         self._scheduler = scheduler
         self._end_tokens = frozenset(end_tokens)
-        self._decode = decode
+        self._spell = spell
         self._ids = itertools.count()
         self._stoppers: dict[int, Stopper] = {}
         self.ended: list[tuple[Sequence, list[int]]] = []
@@ -124,7 +124,7 @@ class Roster:
 
     def _equip(self, sequence: Sequence) -> Stopper:
         params = sequence.params
-        text = Text(self._decode, tuple(params.stop)) if self._decode else None
+        text = Text(self._spell, tuple(params.stop)) if self._spell else None
         stopper = Stopper(params, self._end_tokens, sequence.prompt_length, sequence.limit, text)
         self._stoppers[sequence.id] = stopper
         return stopper

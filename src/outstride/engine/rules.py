@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
 
 from outstride.core.graph import NodeId
 from outstride.core.params import SamplingParams
@@ -33,10 +32,12 @@ def draw_of(params: SamplingParams, seed: int, index: int, purpose: Purpose) -> 
 
 def attach(sequence: Sequence, proposal: Proposal, end_tokens: Collection[int]) -> Proposal:
     """The proposal with the request's draw, and with rules for each node that is scored."""
-    params = sequence.params
-    draw = draw_of(params, sequence.seed, sequence.index, proposal.draw.purpose)
+    params, purpose = sequence.params, proposal.draw.purpose
+    if purpose not in sequence.draws:
+        sequence.draws[purpose] = draw_of(params, sequence.seed, sequence.index, purpose)
+    proposal.draw = sequence.draws[purpose]
     if not params.has_rules and sequence.grammar is None:
-        return replace(proposal, draw=draw)
+        return proposal
     graph, start, grammar = proposal.graph, sequence.prompt_length, sequence.grammar
     settled = Counter(sequence.tokens[start:])
     known = set(sequence.tokens) if params.repetition_penalty != 1.0 else set()
@@ -59,4 +60,5 @@ def attach(sequence: Sequence, proposal: Proposal, end_tokens: Collection[int]) 
             if grammar is None
             else grammar.allowed([*sequence.tokens[start:], *drafted]),
         )
-    return replace(proposal, draw=draw, rules=rules)
+    proposal.rules = rules
+    return proposal

@@ -164,13 +164,13 @@ class Scheduler:
 
     def _reserve(self, share: Share, plan: Plan) -> bool:
         """Pages for a share, by preempting younger sequences if need be."""
-        planned = {s.sequence.id for s in plan.shares}
         while True:
             table = share.sequence.tables[TARGET]
             moves = self._pool.reserve(table, share.given + share.room)
             if moves is not None:
                 plan.moves.add(moves)
                 return True
+            planned = {s.sequence.id for s in plan.shares}
             victims = [s for s in self.running if s.id not in planned]
             victim = max(victims, key=lambda s: s.id)
             self.preempt(victim)

@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Collection
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from outstride.core.params import SamplingParams
 
-Decode = Callable[[Seq[int]], str]
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+Spell = Callable[[int], bytes]
+"""The bytes that a token adds to a text."""
 
 
 @dataclass(slots=True)
 class Text:
-    """The text of an output, decoded as tokens arrive.
+    """The text of an output, decoded as tokens arrive: a token may end within a character."""
 
-    A token may end in the middle of a character, and a tokenizer may join a token with its
-    neighbours; so a short window is decoded again with each token and only its growth is taken.
-    """
-
-    decode: Decode
+    spell: Spell
     stop: tuple[str, ...] = ()
     text: str = ""
     sent: int = 0
-    _tokens: list[int] = field(default_factory=list)
-    _start: int = 0
-    _read: int = 0
-    _window: str = ""
+    _decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
 
     def append(self, token: int) -> None:
-        self._tokens.append(token)
-        text = self.decode(self._tokens[self._start :])
-        if len(text) > len(self._window) and not text.endswith(_UNFINISHED):
-            self.text += text[len(self._window) :]
-            self._start, self._read = self._read, len(self._tokens)
-            self._window = self.decode(self._tokens[self._start : self._read])
+        self.text += self._decoder.decode(self.spell(token))
 
     def finish(self) -> None:
         """No more tokens: whatever is incomplete is shown as it is."""
-        rest = self.decode(self._tokens[self._start :])
-        self.text += rest[len(self._window) :]
-        self._window = rest
+        self.text += self._decoder.decode(b"", final=True)
 
     def find_stop(self, since: int) -> int | None:
         """Where the first stop string begins, if one was completed after `since` characters."""
@@ -53,7 +41,7 @@ class Text:
     def cut(self, end: int) -> None:
         """The text ends here."""
         self.text = self.text[:end]
-        self._start, self._window = len(self._tokens), ""
+        self._decoder.reset()
 
     def ready(self, *, final: bool) -> str:
         """Text not handed out yet; the possible beginning of a stop string is held back."""

@@ -185,7 +185,7 @@ class Decoder:
                 self._run_layers(active, low, high)
         wanted = [Wanted(p.proposal, p.wanted, p.state, p.work.first) for p in parts]
         return [
-            replace(scores, hidden=part.hidden)
+            replace(scores, hidden=part.hidden) if part.hidden else scores
             for part, scores in zip(parts, self.ops.head(wanted), strict=True)
         ]
 
