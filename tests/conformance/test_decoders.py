@@ -21,7 +21,7 @@ registry.discover()
 
 IMPLEMENTATIONS: dict[str, Callable[[Model], Ops]] = {"reference": Reference}
 if native.library_path() is not None:
-    IMPLEMENTATIONS["cpu"] = Cpu
+    IMPLEMENTATIONS["cpu"] = Cpu.of
 
 SPECS = [
     "plain",

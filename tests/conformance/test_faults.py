@@ -15,7 +15,7 @@ from outstride.cache.pool import Moves, PagePool
 from outstride.core.graph import NodeId
 from outstride.core.proposal import Proposal, Scores, Verdict
 from outstride.core.sequence import Sequence, View
-from outstride.engine import passes
+from outstride.engine import rules
 from outstride.errors import IntegrityError
 from outstride.models.toy import Toy
 from tests.conformance.harness import SAMPLINGS, Bench, alone, some_prompts, toy_method
@@ -89,14 +89,14 @@ def test_a_wrong_token_is_accepted() -> None:
 
 
 def test_noise_belongs_to_passes_instead_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, count = passes.attach, iter(range(10**9))
+    original, count = rules.attach, iter(range(10**9))
 
     def attach(sequence: Sequence, proposal: Proposal, end_tokens: Collection[int]) -> Proposal:
         proposal = original(sequence, proposal, end_tokens)
         proposal.draw = replace(proposal.draw, index=next(count))
         return proposal
 
-    monkeypatch.setattr(passes, "attach", attach)
+    monkeypatch.setattr("outstride.engine.passes.attach", attach)
     with noticed():
         compare(registry.build("ngram"))
 

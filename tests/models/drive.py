@@ -68,7 +68,7 @@ def random_decoder(
         if rounded and len(shape) == 2:
             step = tensors[name].abs().amax(dim=1, keepdim=True) / 127
             tensors[name] = (tensors[name] / step).round() * step
-    return Decoder(
+    return Decoder.from_tensors(
         config, tensors, pages=pages, page_size=PAGE, features=features, make_ops=make_ops
     )
 

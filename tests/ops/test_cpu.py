@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ import pytest
 from outstride.core.graph import FloatArray, NodeId, block, chain, tree
 from outstride.core.proposal import Proposal, Wants
 from outstride.core.sampling import Draw, Purpose, best
+from outstride.errors import CorruptModel
 from outstride.models.decoder import Decoder
 from outstride.ops.contract import Model, Ops
 from outstride.ops.cpu import Cpu, native
 from outstride.ops.cpu.packed import Packed, alternating
+from outstride.ops.cpu.weights import Weights
 from outstride.ops.reference import Reference
 from tests.models.drive import Hand, logits, random_decoder, tiny, tokens
 
@@ -56,7 +59,7 @@ def read(
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_build_gives_the_same_bits(shape: str) -> None:
     found = [
-        read(decoder(partial(Cpu, isa=isa, count=count), **SHAPES[shape]), 70)
+        read(decoder(partial(Cpu.of, isa=isa, count=count), **SHAPES[shape]), 70)
         for isa in isas()
         for count in (1, 2, 3)
     ]
@@ -66,7 +69,7 @@ def test_every_build_gives_the_same_bits(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_close_to_the_reference(shape: str) -> None:
-    ours, theirs = (read(decoder(ops, **SHAPES[shape]), 70) for ops in (Cpu, Reference))
+    ours, theirs = (read(decoder(ops, **SHAPES[shape]), 70) for ops in (Cpu.of, Reference))
     spread = theirs.std()
     assert np.abs(ours - theirs).max() < 0.03 * spread
     assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.003 * spread
@@ -75,7 +78,7 @@ def test_close_to_the_reference(shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_ignore_their_neighbours(shape: str) -> None:
     """Chunks of any size, pages in any order, other sequences in the same pass."""
-    model = decoder(Cpu, **SHAPES[shape])
+    model = decoder(Cpu.of, **SHAPES[shape])
     whole = read(model)
     for chunk, pages in ((1, range(30)), (7, range(40, 10, -1)), (64, range(5, 35)), (130, None)):
         np.testing.assert_array_equal(read(model, chunk=chunk, pages=pages), whole)
@@ -88,7 +91,7 @@ def test_rows_ignore_their_neighbours(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_trees_are_their_paths(shape: str) -> None:
-    model = decoder(Cpu, **SHAPES[shape])
+    model = decoder(Cpu.of, **SHAPES[shape])
     for context in (1, 15, 16, 17, 33):
         hand = Hand(model, list(range(9, 20)))
         hand.read(tokens(context))
@@ -103,7 +106,7 @@ def test_trees_are_their_paths(shape: str) -> None:
 
 def test_kept_paths_are_as_if_read_in_order() -> None:
     """After an accepted path was moved together, the next pass cannot tell."""
-    model = decoder(Cpu)
+    model = decoder(Cpu.of)
     hand = Hand(model, list(range(9, 20)))
     hand.read(tokens(13))
     graph = tree([int(t) for t in tokens(9, seed=2)], [-1, -1, 0, 0, 2, 3, 4, 4, 7], 13)
@@ -118,7 +121,7 @@ def test_kept_paths_are_as_if_read_in_order() -> None:
 
 def test_blocks_against_the_reference() -> None:
     found = []
-    for ops in (Cpu, Reference):
+    for ops in (Cpu.of, Reference):
         hand = Hand(decoder(ops), list(range(9, 20)))
         hand.read(tokens(21))
         graph = block([int(t) for t in tokens(6, seed=3)], 21)
@@ -128,7 +131,7 @@ def test_blocks_against_the_reference() -> None:
 
 def test_greedy_rows_never_become_rows_of_the_vocabulary() -> None:
     """The fused choice is the argmax of the rows, ties to the lowest id."""
-    model = decoder(Cpu)
+    model = decoder(Cpu.of)
     hand = Hand(model, list(range(30)))
     graph = chain(tokens(60))
     rows = logits(hand.run(graph))
@@ -150,7 +153,9 @@ def test_packing_is_rounding() -> None:
 def test_long_sums_do_not_overflow() -> None:
     """Beyond 8,192 terms the sum is cut: all weights and activations at their largest."""
     for isa in isas():
-        model = decoder(partial(Cpu, isa=isa), hidden_size=32, intermediate_size=20_000, layers=1)
+        model = decoder(
+            partial(Cpu.of, isa=isa), hidden_size=32, intermediate_size=20_000, layers=1
+        )
         reference = decoder(Reference, hidden_size=32, intermediate_size=20_000, layers=1)
         ours, theirs = read(model, 5), read(reference, 5)
         assert np.abs(ours - theirs).max() < 0.03 * theirs.std()
@@ -219,3 +224,31 @@ def test_tokens_are_chosen_by_the_rule_of_the_core(isa: int, k: int) -> None:
             right = best(row[:1013], draw, 17 * i + 1, k)
             assert found[i][: len(right)].tolist() == right.tolist()
             assert (found[i][len(right) :] == -1).all()
+
+
+# --- kept weights -----------------------------------------------------------------------------------
+
+
+def test_kept_weights_are_the_same(tmp_path: Path) -> None:
+    """Written and read back they give the same bits; damaged or foreign ones are refused."""
+    for shape in ("usual", "untied", "biases", "head norms", "odd sizes"):
+        config, about = tiny(**SHAPES[shape]), {"source": shape}
+        first = decoder(Cpu.of, **SHAPES[shape])
+        assert isinstance(first.ops, Cpu)
+        path = tmp_path / f"{shape}.safetensors"
+        first.ops._weights.write(path, {**about, "digest": "d"})
+        weights, known = Weights.read(path, config, about)
+        assert known["digest"] == "d"
+        ops = Cpu(config, weights, slots=64 * 16, page_size=16)
+        second = Decoder(config, ops, "d", pages=64)
+        np.testing.assert_array_equal(read(second, 70), read(first, 70))
+        with pytest.raises(CorruptModel, match="other weights"):
+            Weights.read(path, config, {"source": "elsewhere"})
+        data = bytearray(path.read_bytes())
+        data[-100] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(CorruptModel, match="damaged"):
+            Weights.read(path, config, about)
+        path.write_bytes(data[: len(data) // 2])
+        with pytest.raises(CorruptModel, match="cannot be read"):
+            Weights.read(path, config, about)

@@ -74,16 +74,58 @@ def _digest(config: DecoderConfig, tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def _take_layer(
+    config: DecoderConfig, tensors: dict[str, torch.Tensor], index: int
+) -> LayerWeights:
+    """Takes a layer's tensors out of the dictionary."""
+
+    def take(*names: str) -> torch.Tensor:
+        return weights.joined([tensors.pop(f"model.layers.{index}.{name}") for name in names])
+
+    def maybe(present: bool, *names: str) -> torch.Tensor | None:
+        return take(*names) if present else None
+
+    qkv = [f"self_attn.{name}_proj" for name in "qkv"]
+    return LayerWeights(
+        attention_norm=take("input_layernorm.weight"),
+        qkv=take(*(f"{name}.weight" for name in qkv)),
+        qkv_bias=maybe(config.qkv_bias, *(f"{name}.bias" for name in qkv)),
+        query_norm=maybe(config.head_norms, "self_attn.q_norm.weight"),
+        key_norm=maybe(config.head_norms, "self_attn.k_norm.weight"),
+        output=take("self_attn.o_proj.weight"),
+        output_bias=maybe(config.output_bias, "self_attn.o_proj.bias"),
+        mlp_norm=take("post_attention_layernorm.weight"),
+        gate_up=take("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        gate_up_bias=maybe(config.mlp_bias, "mlp.gate_proj.bias", "mlp.up_proj.bias"),
+        down=take("mlp.down_proj.weight"),
+        down_bias=maybe(config.mlp_bias, "mlp.down_proj.bias"),
+    )
+
+
 class Decoder:
     """A causal decoder with a paged cache. Implements `core.contracts.Model`.
 
-    `tensors` are named as in a Hugging Face checkpoint; they are taken out of the dictionary one
-    by one, so that no second copy of the model exists at any time. `features` names layers whose
-    entering states are stored beside the cache entry of each node, for trained drafters.
+    `digest` names the weights that the operations work with.
     """
 
     def __init__(
-        self,
+        self, config: DecoderConfig, ops: Ops, digest: str, *, pages: int, page_size: int = 16
+    ) -> None:
+        self.config = config
+        self.ops = ops
+        self.vocab_size = config.vocab_size
+        self.context = config.context
+        self.vision = CAUSAL
+        self.page_size = page_size
+        self.pages = pages
+        self.digest = digest
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="outstride-model")
+        build = f"{digest} {self.ops.name} torch {torch.__version__}"
+        self.fingerprint = hashlib.sha256(build.encode()).hexdigest()[:16]
+
+    @classmethod
+    def from_tensors(
+        cls,
         config: DecoderConfig,
         tensors: dict[str, torch.Tensor],
         *,
@@ -91,58 +133,28 @@ class Decoder:
         page_size: int = 16,
         features: tuple[int, ...] = (),
         make_ops: Callable[[Model], Ops] = Reference,
-    ) -> None:
+    ) -> Decoder:
+        """From tensors named as in a Hugging Face checkpoint.
+
+        They are taken out of the dictionary one by one, so that no second copy of the model exists
+        at any time. `features` names layers whose entering states are stored beside the cache entry
+        of each node, for trained drafters.
+        """
         weights.check(config, tensors)
         if any(not 0 <= layer <= config.layers for layer in features):
             raise ValueError(f"features must name layers from 0 to {config.layers}: {features}")
-        self.config = config
-        self.vocab_size = config.vocab_size
-        self.context = config.context
-        self.vision = CAUSAL
-        self.page_size = page_size
-        self.pages = pages
-        self.features = features
         digest = _digest(config, tensors)
         model = Model(
             shape=config,
             embedding=weights.joined([tensors.pop("model.embed_tokens.weight")]),
-            layers=[self._take_layer(tensors, i) for i in range(config.layers)],
+            layers=[_take_layer(config, tensors, i) for i in range(config.layers)],
             norm=weights.joined([tensors.pop("model.norm.weight")]),
             head=None if config.tied else weights.joined([tensors.pop("lm_head.weight")]),
             slots=pages * page_size,
             page_size=page_size,
             features=features,
         )
-        self.ops = make_ops(model)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="outstride-model")
-        build = f"{digest} {self.ops.name} torch {torch.__version__}"
-        self.fingerprint = hashlib.sha256(build.encode()).hexdigest()[:16]
-
-    def _take_layer(self, tensors: dict[str, torch.Tensor], index: int) -> LayerWeights:
-        """Takes a layer's tensors out of the dictionary."""
-        config = self.config
-
-        def take(*names: str) -> torch.Tensor:
-            return weights.joined([tensors.pop(f"model.layers.{index}.{name}") for name in names])
-
-        def maybe(present: bool, *names: str) -> torch.Tensor | None:
-            return take(*names) if present else None
-
-        qkv = [f"self_attn.{name}_proj" for name in "qkv"]
-        return LayerWeights(
-            attention_norm=take("input_layernorm.weight"),
-            qkv=take(*(f"{name}.weight" for name in qkv)),
-            qkv_bias=maybe(config.qkv_bias, *(f"{name}.bias" for name in qkv)),
-            query_norm=maybe(config.head_norms, "self_attn.q_norm.weight"),
-            key_norm=maybe(config.head_norms, "self_attn.k_norm.weight"),
-            output=take("self_attn.o_proj.weight"),
-            output_bias=maybe(config.output_bias, "self_attn.o_proj.bias"),
-            mlp_norm=take("post_attention_layernorm.weight"),
-            gate_up=take("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            gate_up_bias=maybe(config.mlp_bias, "mlp.gate_proj.bias", "mlp.up_proj.bias"),
-            down=take("mlp.down_proj.weight"),
-            down_bias=maybe(config.mlp_bias, "mlp.down_proj.bias"),
-        )
+        return cls(config, make_ops(model), digest, pages=pages, page_size=page_size)
 
     def add_rows(self, rows: torch.Tensor) -> int:
         """Adds embedding rows (masks, prompt tokens); returns the id of the first."""

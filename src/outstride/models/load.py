@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import hashlib
 import os
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from outstride.errors import (
+    CorruptModel,
     DownloadFailed,
     InvalidParams,
     ModelError,
     ModelNotFound,
     UnsupportedModel,
 )
-from outstride.models.fetch import ALIASES, fetch
+from outstride.models.fetch import ALIASES, cache_dir, fetch
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
     from outstride.models.decoder import Decoder
     from outstride.models.tokenizer import Tokenizer
     from outstride.ops.contract import Model, Ops
+
+    ReadTensors: TypeAlias = Callable[[], dict[str, torch.Tensor]]
 
 WEIGHTS = ("auto", "int8", "fp32")
 """Formats that a pass can compute in."""
@@ -70,25 +76,71 @@ def load(
     weights: the format to compute in, `fp32` (torch, the reference) or `int8` (native kernels);
     `auto` takes int8 where the kernels were built and says so where they were not.
     """
-    make_ops = choose_ops(weights)
+    native = choose_native(weights)
     path = locate(name)
-    if path.is_dir():
-        config, tensors, tokenizer = _from_folder(path)
-    else:
-        config, tensors, tokenizer = _from_gguf(path)
-    from outstride.models.decoder import Decoder
-
+    config, read_tensors, tokenizer = _from_folder(path) if path.is_dir() else _from_gguf(path)
     if pages is None:
         pages = default_pages(config, features)
-    model = Decoder(
-        config, tensors, pages=pages, page_size=PAGE_SIZE, features=features, make_ops=make_ops
-    )
+    if native:
+        model = _converted(path, config, read_tensors, pages, features)
+    else:
+        from outstride.models.decoder import Decoder
+
+        model = Decoder.from_tensors(
+            config, read_tensors(), pages=pages, page_size=PAGE_SIZE, features=features
+        )
     context = min(config.context, pages * PAGE_SIZE)
     return Loaded(model=model, tokenizer=tokenizer, name=name, context=context, path=path)
 
 
-def choose_ops(weights: str) -> Callable[[Model], Ops]:
-    """The implementation of a pass for a weights format."""
+def _converted(
+    path: Path,
+    config: DecoderConfig,
+    read_tensors: ReadTensors,
+    pages: int,
+    features: tuple[int, ...],
+) -> Decoder:
+    """A decoder on native kernels; its converted weights are kept, so that the next start is short.
+
+    The kept file says what it was made from and has a checksum of every array. One that does not
+    match is made anew; one that cannot be written is done without.
+    """
+    from outstride.models.decoder import Decoder
+    from outstride.ops.cpu import Cpu
+    from outstride.ops.cpu.weights import Weights
+
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    about = {"source": f"{path.resolve()} {stats}", "config": repr(config)}
+    name = hashlib.sha256(about["source"].encode()).hexdigest()[:16]
+    kept = cache_dir() / "converted" / f"{path.stem}-{name}.int8.safetensors"
+
+    def made(weights: Weights, digest: str) -> Decoder:
+        ops = Cpu(config, weights, slots=pages * PAGE_SIZE, page_size=PAGE_SIZE, features=features)
+        return Decoder(config, ops, digest, pages=pages, page_size=PAGE_SIZE)
+
+    if kept.is_file():
+        try:
+            weights, known = Weights.read(kept, config, about)
+            return made(weights, known["digest"])
+        except CorruptModel:
+            kept.unlink(missing_ok=True)
+    packed: list[Weights] = []
+
+    def pack(model: Model) -> Ops:
+        packed.append(Weights.pack(model))
+        return Cpu(config, packed[0], slots=model.slots, page_size=PAGE_SIZE, features=features)
+
+    decoder = Decoder.from_tensors(
+        config, read_tensors(), pages=pages, page_size=PAGE_SIZE, features=features, make_ops=pack
+    )
+    with contextlib.suppress(OSError):
+        packed[0].write(kept, {**about, "digest": decoder.digest})
+    return decoder
+
+
+def choose_native(weights: str) -> bool:
+    """Whether a weights format is computed by the native kernels."""
     from outstride.ops.cpu import native
 
     if weights not in WEIGHTS:
@@ -99,15 +151,9 @@ def choose_ops(weights: str) -> Callable[[Model], Ops]:
             "int8 weights need the native kernels, which were not built when Outstride was installed;"
             " install a C++ compiler and install again, or use weights fp32"
         )
-    if weights == "fp32" or not built:
-        from outstride.ops.reference import Reference
-
-        if weights == "auto":
-            print("no native kernels were built: passes run on torch in fp32", file=sys.stderr)
-        return Reference
-    from outstride.ops.cpu import Cpu
-
-    return Cpu
+    if weights == "auto" and not built:
+        print("no native kernels were built: passes run on torch in fp32", file=sys.stderr)
+    return built and weights != "fp32"
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -168,7 +214,7 @@ def _free_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def _from_gguf(path: Path) -> tuple[DecoderConfig, dict[str, torch.Tensor], Tokenizer]:
+def _from_gguf(path: Path) -> tuple[DecoderConfig, ReadTensors, Tokenizer]:
     from outstride.models.gguf_file import GgufFile, read_config, read_tensors
     from outstride.models.tokenizer import Tokenizer
 
@@ -176,16 +222,16 @@ def _from_gguf(path: Path) -> tuple[DecoderConfig, dict[str, torch.Tensor], Toke
     config = read_config(file)
     tokenizer = Tokenizer.from_gguf(file.metadata)
     file.metadata.clear()
-    return config, read_tensors(file, config), tokenizer
+    return config, partial(read_tensors, file, config), tokenizer
 
 
-def _from_folder(path: Path) -> tuple[DecoderConfig, dict[str, torch.Tensor], Tokenizer]:
+def _from_folder(path: Path) -> tuple[DecoderConfig, ReadTensors, Tokenizer]:
     from outstride.models.checkpoint import read_config, read_tensors
     from outstride.models.tokenizer import Tokenizer
 
     config = read_config(path)
     tokenizer = Tokenizer.from_folder(path)
-    return config, read_tensors(path, config), tokenizer
+    return config, partial(read_tensors, path, config), tokenizer
 
 
 def _from_hub(name: str) -> Path:

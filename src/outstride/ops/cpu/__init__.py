@@ -16,10 +16,11 @@ import torch
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.proposal import Proposal, Scores
 from outstride.core.select import select
-from outstride.ops.contract import LayerWeights, Model, Ops, Shape, Span, Wanted
+from outstride.ops.contract import Model, Ops, Shape, Span, Wanted
 from outstride.ops.cpu import native
 from outstride.ops.cpu.keys import Keys, keys_of
-from outstride.ops.cpu.packed import Packed, alternating, rounded
+from outstride.ops.cpu.packed import rounded
+from outstride.ops.cpu.weights import Weights, widths
 
 HEAD_ROWS = 64
 """So many rows of the vocabulary exist at once, however many nodes are wanted."""
@@ -28,18 +29,6 @@ HEAD_ROWS = 64
 def threads() -> int:
     """As many as there are cores that this process may use."""
     return max(1, min(64, len(os.sched_getaffinity(0))))
-
-
-@dataclass(slots=True)
-class _Layer:
-    attention_norm: FloatArray
-    query_norm: FloatArray | None
-    key_norm: FloatArray | None
-    mlp_norm: FloatArray
-    qkv: Packed
-    output: Packed
-    gate_up: Packed
-    down: Packed
 
 
 @dataclass(slots=True)
@@ -108,20 +97,6 @@ class Workspace:
         self.struct.rows = rows
 
 
-def _vector(tensor: torch.Tensor | None, width: int) -> FloatArray | None:
-    if tensor is None:
-        return None
-    result = np.zeros(width, dtype=np.float32)
-    result[: len(tensor)] = tensor.numpy()
-    return result
-
-
-def _needed(tensor: torch.Tensor, width: int) -> FloatArray:
-    result = _vector(tensor, width)
-    assert result is not None
-    return result
-
-
 def _address(array: npt.NDArray[np.generic] | None) -> int | None:
     return None if array is None else array.ctypes.data
 
@@ -129,61 +104,50 @@ def _address(array: npt.NDArray[np.generic] | None) -> int | None:
 class Cpu(Ops):
     """Weights in int8, cache in fp16."""
 
-    def __init__(self, model: Model, isa: int | None = None, count: int | None = None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        weights: Weights,
+        *,
+        slots: int,
+        page_size: int,
+        features: tuple[int, ...] = (),
+        isa: int | None = None,
+        count: int | None = None,
+    ) -> None:
         self._lib = native.library()
         self._isa = self._lib.outstride_best_isa() if isa is None else isa
         self._threads = threads() if count is None else count
-        self._shape = shape = model.shape
-        self._page_size = model.page_size
-        if model.page_size % 16:
+        self._shape = shape
+        self._page_size = page_size
+        if page_size % 16:
             raise ValueError("pages must hold a multiple of 16 entries")
-        self.width = rounded(shape.hidden_size, 32)
-        self._middle = rounded(shape.intermediate_size, 16)
-        self._heads_width = rounded(shape.heads * shape.head_dim, 16)
-        self._layers = []
-        while model.layers:  # taken one by one, so that the model never exists twice
-            self._layers.append(self._pack(model.layers.pop(0)))
-        self.vocabulary = Packed.of(
-            (model.embedding if model.head is None else model.head).numpy(), None, self.width
-        )
-        self.embedding = self.vocabulary
-        if model.head is not None:
-            self.embedding = Packed.of(model.embedding.numpy(), None, self.width)
-        self._norm = _needed(model.norm, self.width)
+        self._weights = weights
+        self.width, self._heads_width, self._middle = widths(shape)
         self._extra = np.zeros((0, shape.hidden_size), dtype=np.float32)
         self._cos, self._sin = self._turns(min(shape.context, 1024))
-        entries = model.slots * shape.kv_heads * shape.head_dim
+        entries = slots * shape.kv_heads * shape.head_dim
         self._keys = [self._zeros(entries) for _ in range(shape.layers)]
         self._values = [self._zeros(entries) for _ in range(shape.layers)]
-        self._planes = model.features
+        self._planes = features
         self._features = np.zeros(
-            (model.slots if model.features else 0, len(model.features) * shape.hidden_size),
-            dtype=np.float32,
+            (slots if features else 0, len(features) * shape.hidden_size), dtype=np.float32
         )
         self._engine: int | None = None
         self.name = f"cpu {native.ISAS[self._isa]} int8 x 12 bit, cache fp16"
         self._open(256)
 
-    def _pack(self, layer: LayerWeights) -> _Layer:
-        shape, width = self._shape, self.width
-
-        def packed(weight: torch.Tensor, bias: torch.Tensor | None, depth: int) -> Packed:
-            return Packed.of(weight.numpy(), None if bias is None else bias.numpy(), depth)
-
-        gate_up_bias = layer.gate_up_bias
-        return _Layer(
-            attention_norm=_needed(layer.attention_norm, width),
-            query_norm=_vector(layer.query_norm, shape.head_dim),
-            key_norm=_vector(layer.key_norm, shape.head_dim),
-            mlp_norm=_needed(layer.mlp_norm, width),
-            qkv=packed(layer.qkv, layer.qkv_bias, width),
-            output=packed(layer.output, layer.output_bias, self._heads_width),
-            gate_up=Packed.of(
-                alternating(layer.gate_up.numpy()),
-                None if gate_up_bias is None else alternating(gate_up_bias.numpy()),
-                width,
-            ),
-            down=packed(layer.down, layer.down_bias, self._middle),
+    @classmethod
+    def of(cls, model: Model, isa: int | None = None, count: int | None = None) -> Cpu:
+        """From float32 weights, which are packed and dropped one by one."""
+        return cls(
+            model.shape,
+            Weights.pack(model),
+            slots=model.slots,
+            page_size=model.page_size,
+            features=model.features,
+            isa=isa,
+            count=count,
         )
 
     def _zeros(self, entries: int) -> npt.NDArray[np.uint16]:
@@ -211,7 +175,12 @@ class Cpu(Ops):
         if not self._engine:
             raise MemoryError("the native kernels could not be started")
         self._space = space = Workspace(
-            rows, shape, self.width, self._layers[0].qkv.stride, self._heads_width, self._middle
+            rows,
+            shape,
+            self.width,
+            self._weights.layers[0].qkv.stride,
+            self._heads_width,
+            self._middle,
         )
         space.struct.page_size = self._page_size
         space.struct.cos, space.struct.sin = self._cos.ctypes.data, self._sin.ctypes.data
@@ -231,7 +200,7 @@ class Cpu(Ops):
                 self._values[i].ctypes.data,
                 shape.rope_layers[i],
             )
-            for i, layer in enumerate(self._layers)
+            for i, layer in enumerate(self._weights.layers)
         ]
 
     def __del__(self) -> None:
@@ -280,8 +249,8 @@ class Cpu(Ops):
         size = self._shape.vocab_size
         beyond = tokens >= size
         if not beyond.any():
-            return self.embedding.rows(tokens, self.width)
-        rows = self.embedding.rows(np.where(beyond, 0, tokens), self.width)
+            return self._weights.embedding.rows(tokens, self.width)
+        rows = self._weights.embedding.rows(np.where(beyond, 0, tokens), self.width)
         rows[beyond, : self._shape.hidden_size] = self._extra[tokens[beyond] - size]
         return rows
 
@@ -390,13 +359,15 @@ class Cpu(Ops):
         if count > self._space.rows:
             self._open(rounded(count, 256))
         best = np.empty((self._threads, count), dtype=native.BEST)
-        logits = np.empty((count, self.vocabulary.stride), dtype=np.float32) if rows else None
+        logits = (
+            np.empty((count, self._weights.vocabulary.stride), dtype=np.float32) if rows else None
+        )
         self._lib.outstride_head(
             self._engine,
             native.Head(
                 x.ctypes.data,
-                self._norm.ctypes.data,
-                ctypes.pointer(self.vocabulary.struct),
+                self._weights.norm.ctypes.data,
+                ctypes.pointer(self._weights.vocabulary.struct),
                 _address(logits),
                 best.ctypes.data,
                 count,

@@ -1,0 +1,186 @@
+"""All weights of a model in the native format, and the file in which they are kept between starts."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from outstride.core.graph import FloatArray
+from outstride.errors import CorruptModel
+from outstride.ops.contract import LayerWeights, Model, Shape
+from outstride.ops.cpu.packed import Packed, alternating, rounded
+
+FORMAT = "outstride int8 1"
+"""Rises when the same weights would be packed differently."""
+
+_MATRICES = ("qkv", "output", "gate_up", "down")
+_VECTORS = ("attention_norm", "query_norm", "key_norm", "mlp_norm")
+_PARTS = ("data", "scale", "sums", "bias")
+
+
+def widths(shape: Shape) -> tuple[int, int, int]:
+    """How wide the kernels make rows of states, of all heads together, and of the middle."""
+    return (
+        rounded(shape.hidden_size, 32),
+        rounded(shape.heads * shape.head_dim, 16),
+        rounded(shape.intermediate_size, 16),
+    )
+
+
+@dataclass(slots=True)
+class Layer:
+    """The weights of one layer."""
+
+    attention_norm: FloatArray
+    query_norm: FloatArray | None
+    key_norm: FloatArray | None
+    mlp_norm: FloatArray
+    qkv: Packed
+    output: Packed
+    gate_up: Packed
+    down: Packed
+
+
+@dataclass(slots=True)
+class Weights:
+    """The weights of a model; one that uses its head to embed has one table for both."""
+
+    layers: list[Layer]
+    vocabulary: Packed
+    embedding: Packed
+    norm: FloatArray
+
+    @classmethod
+    def pack(cls, model: Model) -> Weights:
+        """From float32; layers are taken one by one, so that the model never exists twice."""
+        shape, layers = model.shape, []
+        width = widths(shape)[0]
+        while model.layers:
+            layers.append(_pack_layer(shape, model.layers.pop(0)))
+        table = model.embedding if model.head is None else model.head
+        vocabulary = Packed.of(table.numpy(), None, width)
+        embedding = vocabulary
+        if model.head is not None:
+            embedding = Packed.of(model.embedding.numpy(), None, width)
+        return cls(layers, vocabulary, embedding, _padded(model.norm, width))
+
+    # --- the file ---------------------------------------------------------------------------------
+
+    def write(self, path: Path, about: Mapping[str, str]) -> None:
+        """Keeps the weights, with a checksum of each array and what they were made from."""
+        from safetensors.numpy import save_file
+
+        arrays: dict[str, npt.NDArray[np.generic]] = {"norm": self.norm}
+        for i, layer in enumerate(self.layers):
+            for name in _VECTORS:
+                if (vector := getattr(layer, name)) is not None:
+                    arrays[f"{i}.{name}"] = vector
+            for name in _MATRICES:
+                arrays |= _parts(f"{i}.{name}", getattr(layer, name))
+        arrays |= _parts("vocabulary", self.vocabulary)
+        if self.embedding is not self.vocabulary:
+            arrays |= _parts("embedding", self.embedding)
+        sums = {f"crc {name}": f"{zlib.crc32(a.data):08x}" for name, a in arrays.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".part")
+        save_file(arrays, str(unfinished), {**about, **sums, "format": FORMAT})
+        unfinished.replace(path)
+
+    @classmethod
+    def read(
+        cls, path: Path, shape: Shape, about: Mapping[str, str]
+    ) -> tuple[Weights, Mapping[str, str]]:
+        """What `write` kept and was told; CorruptModel if it is damaged or made from other weights."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(path), framework="np") as file:
+                known = file.metadata() or {}
+                if any(
+                    known.get(key) != value for key, value in {**about, "format": FORMAT}.items()
+                ):
+                    raise CorruptModel(f"{path} was made from other weights")
+                names = file.keys()
+                arrays = {name: file.get_tensor(name) for name in names}
+        except (SafetensorError, OSError) as error:
+            raise CorruptModel(f"{path} cannot be read: {error}") from error
+        for name, array in arrays.items():
+            if known.get(f"crc {name}") != f"{zlib.crc32(array.data):08x}":
+                raise CorruptModel(f"{path} is damaged: {name}")
+        try:
+            return cls._assemble(arrays, shape), known
+        except (KeyError, ValueError) as error:
+            raise CorruptModel(f"{path} does not fit the model: {error}") from error
+
+    @classmethod
+    def _assemble(cls, arrays: Mapping[str, npt.NDArray[np.generic]], shape: Shape) -> Weights:
+        width, heads, middle = widths(shape)
+        rows = shape.heads * shape.head_dim
+        sizes = {
+            "qkv": (rows + 2 * shape.kv_heads * shape.head_dim, shape.hidden_size, width),
+            "output": (shape.hidden_size, rows, heads),
+            "gate_up": (2 * middle, shape.hidden_size, width),
+            "down": (shape.hidden_size, shape.intermediate_size, middle),
+        }
+        layers = []
+        for i in range(shape.layers):
+            vectors = {name: arrays.get(f"{i}.{name}") for name in _VECTORS}
+            matrices = {name: _joined(arrays, f"{i}.{name}", *sizes[name]) for name in _MATRICES}
+            layers.append(Layer(**vectors, **matrices))  # type: ignore[arg-type]
+        table = (shape.vocab_size, shape.hidden_size, width)
+        vocabulary = _joined(arrays, "vocabulary", *table)
+        embedding = vocabulary
+        if "embedding.data" in arrays:
+            embedding = _joined(arrays, "embedding", *table)
+        return cls(layers, vocabulary, embedding, arrays["norm"])  # type: ignore[arg-type]
+
+
+def _parts(name: str, matrix: Packed) -> dict[str, npt.NDArray[np.generic]]:
+    found = {part: getattr(matrix, part) for part in _PARTS}
+    return {f"{name}.{part}": array for part, array in found.items() if array is not None}
+
+
+def _joined(
+    arrays: Mapping[str, npt.NDArray[np.generic]], name: str, channels: int, k: int, depth: int
+) -> Packed:
+    parts = {part: arrays.get(f"{name}.{part}") for part in _PARTS}
+    tiles = rounded(channels, 32) // 16
+    return Packed(**parts, channels=channels, k=k, tiles=tiles, depth=depth)  # type: ignore[arg-type]
+
+
+def _padded(tensor: torch.Tensor, width: int) -> FloatArray:
+    result = np.zeros(width, dtype=np.float32)
+    result[: len(tensor)] = tensor.numpy()
+    return result
+
+
+def _pack_layer(shape: Shape, layer: LayerWeights) -> Layer:
+    width, heads, middle = widths(shape)
+
+    def packed(weight: torch.Tensor, bias: torch.Tensor | None, depth: int) -> Packed:
+        return Packed.of(weight.numpy(), None if bias is None else bias.numpy(), depth)
+
+    def maybe(vector: torch.Tensor | None) -> FloatArray | None:
+        return None if vector is None else _padded(vector, shape.head_dim)
+
+    gate_up_bias = layer.gate_up_bias
+    return Layer(
+        attention_norm=_padded(layer.attention_norm, width),
+        query_norm=maybe(layer.query_norm),
+        key_norm=maybe(layer.key_norm),
+        mlp_norm=_padded(layer.mlp_norm, width),
+        qkv=packed(layer.qkv, layer.qkv_bias, width),
+        output=packed(layer.output, layer.output_bias, heads),
+        gate_up=Packed.of(
+            alternating(layer.gate_up.numpy()),
+            None if gate_up_bias is None else alternating(gate_up_bias.numpy()),
+            width,
+        ),
+        down=packed(layer.down, layer.down_bias, middle),
+    )
