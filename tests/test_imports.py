@@ -33,6 +33,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """From the top. A layer may import itself and what lies below it; never a neighbour."""
 
+OPTIONAL = {"triton": ("ops",), "llama_cpp": ("bench",)}
+"""Packages that a layer may use where they are installed: torch for GPUs brings the one, `make bench`
+the other."""
 ONLY_FROM = {
     "registry": {"draft", "accept", "llm", "outstride", "serve", "bench", "train", "cli"},
     "config": {"draft", "accept", "llm", "outstride", "serve", "bench", "train", "cli"},
@@ -108,7 +111,7 @@ def complaint(importer: str, imported: str, allowed: set[str]) -> str | None:
         return None
     if top in sys.stdlib_module_names:
         return None
-    if top not in allowed:
+    if top not in allowed and own not in OPTIONAL.get(top, ()):
         return f"{top} is not a run-time dependency"
     if top not in MAY_USE.get(own, {top}):
         return f"{own} knows no {top}"

@@ -38,6 +38,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "without rotation": {"rope_layers": (True, False)},
     "five in a group": {"heads": 10, "kv_heads": 2},
     "seven in a group": {"heads": 7, "kv_heads": 1},
+    "whole tiles": {"hidden_size": 64, "intermediate_size": 128, "head_dim": 64, "heads": 4},
+    "long heads": {"hidden_size": 128, "intermediate_size": 192, "head_dim": 128, "heads": 4},
 }
 
 

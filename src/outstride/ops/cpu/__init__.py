@@ -358,7 +358,8 @@ class Cpu(Ops):
         shape, count = self._shape, len(x)
         if count > self._space.rows:
             self._open(rounded(count, 256))
-        best = np.empty((self._threads, count), dtype=native.BEST)
+        best = np.zeros((self._threads, count), dtype=native.BEST)
+        best["value"] = -np.inf  # not every thread need have taken part
         logits = (
             np.empty((count, self._weights.vocabulary.stride), dtype=np.float32) if rows else None
         )

@@ -14,12 +14,16 @@
 #include <atomic>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #define ISA_PORTABLE 0
 #define ISA_AVX2 1
 #define ISA_AVX512 2
+#define ISA_AMX 3
 
 namespace {
 
@@ -129,11 +133,14 @@ struct Share {  // one thread's part of an operation
 
 constexpr int MOST_THREADS = 64;
 
+// An operation is done by whoever is there. Threads that are waiting join it at once; one that the
+// system has put aside is not waited for, or a crowded machine would stall at every operation. How
+// many take part changes who computes what, and no result.
 struct Pool {
   int count = 1;
-  std::atomic<int> task{0};      // rises with each operation; negative: the end
-  std::atomic<int> arrived{0};   // at the barrier
-  std::atomic<int> passed{0};    // rises with each barrier
+  std::atomic<uint64_t> state{0};  // number of the operation << 32 | closed | how many joined
+  std::atomic<int> arrived{0};     // at the barrier
+  std::atomic<int> passed{0};      // rises with each barrier
   std::atomic<int> finished{0};
   std::atomic<int> asleep{0};
   void (*work)(const void*, Share*) = nullptr;
@@ -145,6 +152,10 @@ struct Pool {
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
 };
+
+constexpr uint64_t CLOSED = 1ull << 31, JOINED = CLOSED - 1;
+constexpr uint32_t THE_END = 0xffffffffu;
+constexpr int PATIENCE = 64;  // how long an operation is held open, in pauses of the processor
 
 inline void pause_cpu() {
 #if defined(__x86_64__)
@@ -168,9 +179,9 @@ inline void until(F ready) {
 
 void wait_all(Share* s) {
   Pool* p = s->pool;
-  if (p->count == 1) return;
+  if (s->count == 1) return;
   const int round = p->passed.load(std::memory_order_acquire);
-  if (p->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == p->count) {
+  if (p->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == s->count) {
     p->arrived.store(0, std::memory_order_relaxed);
     p->passed.store(round + 1, std::memory_order_release);
   } else {
@@ -178,46 +189,72 @@ void wait_all(Share* s) {
   }
 }
 
+// A worker's place in the operation that is open now, or 0 if it came too late.
+int join(Pool* p, uint32_t number) {
+  uint64_t state = p->state.load(std::memory_order_acquire);
+  while ((uint32_t)(state >> 32) == number && !(state & CLOSED))
+    if (p->state.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel))
+      return (int)(state & JOINED) + 1;
+  return 0;
+}
+
 void* serve(void* argument) {
   Share* s = (Share*)argument;
   Pool* p = s->pool;
-  int seen = 0;
+  uint32_t seen = 0, number;
   for (;;) {
-    int spins = 0, task;
-    while ((task = p->task.load(std::memory_order_acquire)) == seen) {
+    int spins = 0;
+    while ((number = (uint32_t)(p->state.load(std::memory_order_acquire) >> 32)) == seen) {
       if (++spins < 20000) {
         pause_cpu();
         continue;
       }
       pthread_mutex_lock(&p->mutex);  // nothing to do for a while: sleep
       p->asleep.fetch_add(1);
-      while (p->task.load(std::memory_order_acquire) == seen) pthread_cond_wait(&p->wake, &p->mutex);
+      while ((uint32_t)(p->state.load() >> 32) == seen) pthread_cond_wait(&p->wake, &p->mutex);
       p->asleep.fetch_sub(1);
       pthread_mutex_unlock(&p->mutex);
     }
-    if (task < 0) return nullptr;
-    seen = task;
+    if (number == THE_END) return nullptr;
+    seen = number;
+    const int index = join(p, number);
+    if (!index) continue;
+    until([&] { return p->state.load(std::memory_order_acquire) & CLOSED; });
+    s->index = index;
+    s->count = (int)(p->state.load(std::memory_order_acquire) & JOINED) + 1;
     p->work(p->argument, s);
     p->finished.fetch_add(1, std::memory_order_release);
   }
 }
 
-void run(Pool* p, void (*work)(const void*, Share*), const void* argument) {
-  p->work = work;
-  p->argument = argument;
-  if (p->count > 1) {
-    p->finished.store(0, std::memory_order_relaxed);
-    p->task.store((p->task.load(std::memory_order_relaxed) + 1) & 0x3fffffff,
-                  std::memory_order_seq_cst);
-    if (p->asleep.load()) {
-      pthread_mutex_lock(&p->mutex);
-      pthread_cond_broadcast(&p->wake);
-      pthread_mutex_unlock(&p->mutex);
-    }
+void announce(Pool* p, uint32_t number) {
+  p->state.store((uint64_t)number << 32);
+  if (p->asleep.load()) {
+    pthread_mutex_lock(&p->mutex);
+    pthread_cond_broadcast(&p->wake);
+    pthread_mutex_unlock(&p->mutex);
   }
-  work(argument, &p->shares[0]);
-  if (p->count > 1)
-    until([&] { return p->finished.load(std::memory_order_acquire) == p->count - 1; });
+}
+
+void run(Pool* p, void (*work)(const void*, Share*), const void* argument) {
+  int joined = 0;
+  if (p->count > 1) {
+    p->work = work;
+    p->argument = argument;
+    p->finished.store(0, std::memory_order_relaxed);
+    const uint32_t last = (uint32_t)(p->state.load(std::memory_order_relaxed) >> 32);
+    announce(p, last % 0x7fffffffu + 1);
+    for (int i = 0; i < PATIENCE; i++) {
+      if ((int)(p->state.load(std::memory_order_acquire) & JOINED) == p->count - 1) break;
+      pause_cpu();
+    }
+    joined = (int)(p->state.fetch_or(CLOSED, std::memory_order_acq_rel) & JOINED);
+  }
+  Share* s = &p->shares[0];
+  s->index = 0;
+  s->count = joined + 1;
+  work(argument, s);
+  until([&] { return p->finished.load(std::memory_order_acquire) == joined; });
 }
 
 // --- numbers of sixteen bits ------------------------------------------------------------------------
@@ -375,6 +412,16 @@ namespace {
 }  // namespace avx512
 #undef ISA
 #pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8,prefer-vector-width=512")
+#define ISA ISA_AMX
+namespace amx {
+namespace {
+#include "kernels.inc"
+}
+}  // namespace amx
+#undef ISA
+#pragma GCC pop_options
 #endif
 
 // --- the surface ------------------------------------------------------------------------------------
@@ -400,6 +447,20 @@ struct Kernels {
         [](const void* a, Share* s) { space::choose((const Choose*)a, s); }  \
   }
 
+#if defined(__x86_64__)
+// Whether the processor has matrix tiles and the system lets this process use them.
+bool has_amx() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 24 & 3) != 3) return false;
+#if defined(__linux__)
+  constexpr long request_permission = 0x1023, tile_data = 18;
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 int best_isa() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -407,7 +468,7 @@ int best_isa() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vnni"))
-      return ISA_AVX512;
+      return has_amx() ? ISA_AMX : ISA_AVX512;
     return ISA_AVX2;
   }
 #endif
@@ -437,16 +498,18 @@ void* outstride_open(int threads, int isa, int rows, int depth, int scratch) {
 #if defined(__x86_64__)
   if (isa == ISA_AVX2) e->kernels = KERNELS(avx2);
   if (isa == ISA_AVX512) e->kernels = KERNELS(avx512);
+  if (isa == ISA_AMX) e->kernels = KERNELS(amx);
 #endif
   Pool* p = &e->pool;
   p->count = threads;
+  // Rows are read in blocks of sixteen: what lies behind the last is read, and not used.
   const size_t bytes = (size_t)2 * depth + 64;
-  p->shared.bytes = (uint8_t*)aligned_alloc(64, (bytes * rows + 63) / 64 * 64);
+  p->shared.bytes = (uint8_t*)aligned_alloc(64, (bytes * (rows + 16) + 63) / 64 * 64);
   p->shared.scale = (float*)malloc(sizeof(float) * rows);
   bool sound = p->shared.bytes && p->shared.scale;
   for (int i = 0; i < threads; i++) {
     Share* s = &p->shares[i];
-    p->codes[i].bytes = (uint8_t*)aligned_alloc(64, (bytes * 4 + 63) / 64 * 64);
+    p->codes[i].bytes = (uint8_t*)aligned_alloc(64, (bytes * 16 + 63) / 64 * 64);
     p->codes[i].scale = (float*)malloc(sizeof(float) * 4);
     *s = {i, threads, &p->codes[i], &p->shared,
           (float*)aligned_alloc(64, ((size_t)scratch * 4 + 127) / 64 * 64), p};
@@ -461,10 +524,7 @@ void* outstride_open(int threads, int isa, int rows, int depth, int scratch) {
 void outstride_close(void* engine) {
   Engine* e = (Engine*)engine;
   Pool* p = &e->pool;
-  pthread_mutex_lock(&p->mutex);
-  p->task.store(-1);
-  pthread_cond_broadcast(&p->wake);
-  pthread_mutex_unlock(&p->mutex);
+  announce(p, THE_END);
   for (int i = 1; i < p->count; i++) pthread_join(p->threads[i], nullptr);
   for (int i = 0; i < p->count; i++) {
     free(p->codes[i].bytes), free(p->codes[i].scale), free(p->shares[i].scratch);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as c
 import importlib.util
+import os
 from functools import cache
 from pathlib import Path
 
@@ -123,11 +124,16 @@ class Choose(c.Structure):
 
 MOST_BEST = 64
 """So many tokens can be chosen for a node in native code."""
-ISAS = ("portable", "avx2", "avx512-vnni")
+ISAS = ("portable", "avx2", "avx512-vnni", "amx")
 
 
 def library_path() -> Path | None:
-    """The compiled library, if the package was installed with a compiler at hand."""
+    """The compiled library, if the package was installed with a compiler at hand.
+
+    OUTSTRIDE_KERNELS names another build of it, for instance one with sanitizers (`make sanitize`).
+    """
+    if chosen := os.environ.get("OUTSTRIDE_KERNELS"):
+        return Path(chosen)
     found = importlib.util.find_spec("outstride.ops.cpu._kernels")
     return Path(found.origin) if found is not None and found.origin else None
 
