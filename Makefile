@@ -29,6 +29,8 @@ help: ## Say what can be made
 	@echo '                          ARGS="…" goes to `outstride run` as it is'
 	@echo 'make chat                 talk to the model; METHOD and ARGS as above'
 	@echo 'make test                 format check, lint, types, import rules, tests (sets itself up too)'
+	@echo 'make bench                measure passes beside llama.cpp (builds it the first time: minutes)'
+	@echo 'make sanitize             native tests under AddressSanitizer and UBSan'
 	@echo 'make format               rewrite the code in the project'"'"'s format'
 	@echo 'make lint | make types    one check alone'
 	@echo 'make clean                remove .venv and caches; downloaded models stay'
@@ -49,6 +51,26 @@ test: $(VENV)/.test-stamp ## All checks, in the order in which they are likely t
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pytest $(ARGS)
+
+# Nothing else should run meanwhile: figures are medians in turns, but a busy machine bends them.
+.PHONY: bench
+bench: $(VENV)/.bench-stamp ## Passes and generation beside llama.cpp
+	$(VENV)/bin/outstride bench step --against llama.cpp $(ARGS)
+
+# The interpreter is not built with sanitizers, so their libraries must be there before everything else;
+# libstdc++ goes with them, or they miss the exceptions that torch throws.
+SANITIZED = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1
+.PHONY: sanitize
+sanitize: $(VENV)/.test-stamp ## Native tests under AddressSanitizer and UBSan
+	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; compiler=$${CXX:-g++}; preload=; \
+	$$compiler -shared -fPIC -std=c++17 $(SANITIZED) -ffp-contract=off -fno-math-errno -Wno-psabi \
+	  src/outstride/ops/cpu/kernels.cpp -o "$$folder/kernels.so" -lpthread; \
+	for library in libasan.so libubsan.so libstdc++.so; do \
+	  preload="$$preload $$($$compiler -print-file-name=$$library)"; \
+	done; \
+	LD_PRELOAD="$$preload" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  OUTSTRIDE_KERNELS="$$folder/kernels.so" OMP_WAIT_POLICY=PASSIVE \
+	  $(VENV)/bin/python -m pytest -p no:cacheprovider tests/ops/test_cpu.py $(ARGS)
 
 .PHONY: format
 format: $(VENV)/.test-stamp ## Rewrite the code in the project's format
@@ -105,3 +127,10 @@ $(VENV)/.test-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt $(NATIV
 	@echo 'installing outstride with its development tools (first time only)'
 	@$(PIP) -e '.[dev]'
 	@touch $(VENV)/.run-stamp $@
+
+# Built from source for this processor, but without AMX, which virtual machines announce and refuse.
+PEER := llama-cpp-python==0.3.36
+$(VENV)/.bench-stamp: $(VENV)/.test-stamp
+	@echo 'building llama.cpp to compare with (first time only; minutes)'
+	@CMAKE_ARGS="$$($(VENV)/bin/python -m outstride.bench.peers)" $(PIP) --no-binary llama-cpp-python '$(PEER)'
+	@touch $@

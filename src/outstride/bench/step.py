@@ -97,7 +97,7 @@ def cases(
     ]
 
 
-class _Watch:
+class Watch:
     """Counts passes, done and still expected, for whoever shows progress."""
 
     def __init__(self, show: Callable[[int, int], None] | None) -> None:
@@ -111,10 +111,10 @@ class _Watch:
             self._show(self._done, max(self._done, self.expected))
 
 
-class _Bed:
+class Bed:
     """Tables with real entries in them, and passes over them."""
 
-    def __init__(self, passes: Passes, seed: int, watch: _Watch) -> None:
+    def __init__(self, passes: Passes, seed: int, watch: Watch) -> None:
         self._passes = passes
         self._model = passes.models[TARGET]
         self._pool = passes.pools[TARGET]
@@ -225,9 +225,9 @@ def measure(
         raise InvalidParams("repeat must be at least 1")
     if passes.visions[TARGET].block is not None:
         raise InvalidParams("bench step times chains, which only causal models read")
-    watch = _Watch(progress)
+    watch = Watch(progress)
     watch.expected = len(wanted) * (repeat + warmups)
-    bed = _Bed(passes, seed, watch)
+    bed = Bed(passes, seed, watch)
     try:
         context = passes.models[TARGET].context
         bed.prepare([case for case in wanted if case.cached + case.nodes <= context])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Any
 
 from outstride.cli import screen
 from outstride.cli.context import Context, add_model_options
 
 if TYPE_CHECKING:
+    from outstride.bench.fidelity import FidelityReport
+    from outstride.bench.peers import PeerReport
     from outstride.bench.result import BenchResult
     from outstride.bench.step import StepReport
 
@@ -65,8 +68,36 @@ def add(commands: Any) -> None:
     step.add_argument(
         "--repeat", type=int, default=7, metavar="N", help="runs of each, in turns (default 7)"
     )
+    step.add_argument(
+        "--against",
+        choices=("llama.cpp",),
+        help="compare with llama.cpp on the same GGUF file instead: passes, generation, start, "
+        "memory and host work, beside what each must be",
+    )
     output(step)
     step.set_defaults(action=run_step)
+    fidelity = kinds.add_parser(
+        "fidelity",
+        help="how close a weights format stays to fp32",
+        description="Reads texts with the fp32 reference and with another format, and compares the "
+        "distributions behind every token. The last line is one JSON object.",
+        allow_abbrev=False,
+    )
+    add_model_options(fidelity)
+    fidelity.add_argument(
+        "--texts",
+        metavar="FILE",
+        help=".jsonl with question and answer, or any prompt file (default: built-in prompts)",
+    )
+    fidelity.add_argument(
+        "--limit",
+        type=int,
+        default=12,
+        metavar="N",
+        help="read at most N texts, evenly over the file (default 12)",
+    )
+    output(fidelity)
+    fidelity.set_defaults(action=run_fidelity)
 
 
 def _choose(parser: argparse.ArgumentParser) -> int:
@@ -93,6 +124,8 @@ def deliver(result: BenchResult, args: argparse.Namespace) -> None:
 
 def run_step(args: argparse.Namespace, context: Context) -> int:
     """Measures passes."""
+    if args.against is not None:
+        return run_against(args, context)
     from outstride.bench import step
     from outstride.bench.result import BenchResult
 
@@ -158,3 +191,123 @@ def _print_step(report: StepReport, result: BenchResult) -> None:
     if any(s.spread > s.median / 3 for s in report.series.values()):
         console.print("durations vary by a third or more: is the machine busy?", style="yellow")
     console.print()
+
+
+# --- beside llama.cpp -----------------------------------------------------------------------------
+
+
+def run_against(args: argparse.Namespace, context: Context) -> int:
+    """Measures passes and generation beside llama.cpp."""
+    from outstride.bench import peers
+    from outstride.bench.result import BenchResult
+
+    path = peers.gguf_of(args.model)
+    peers.library()  # what is missing is said before a model is loaded
+    settings = {
+        "model": args.model,
+        "weights": args.weights,
+        "against": args.against,
+        "file": path.name,
+        "threads": peers.cores(),
+        "repeat": args.repeat,
+        "load average": peers.load_average(),
+    }
+    result = BenchResult("peers", settings)
+    command = [sys.executable, "-m", "outstride.cli", "run", "Why is the sky blue?"]
+    command += ["--model", args.model, "--weights", args.weights, "--max-tokens", "1"]
+    started = peers.start(command)  # before this process has a model of its own
+    with context.load(args.model, args.weights) as llm:
+        settings |= {"fingerprint": llm.fingerprint}
+        with screen.bar("both sides in turns") as progress:
+            report = peers.compare(llm, path, repeat=args.repeat, progress=progress)
+        report.rows += [*started, *peers.host(llm)]
+    settings["load average at the end"] = peers.load_average()
+    result.finish(report.samples(), report.summary())
+    if not args.json:
+        _print_peers(report, result)
+    deliver(result, args)
+    print(result.to_json(), flush=True)
+    return 0
+
+
+def _print_peers(report: PeerReport, result: BenchResult) -> None:
+    from rich.table import Table
+
+    console = screen.console()
+    machine, settings = result.machine, result.settings
+    console.print(
+        f"[bold]{settings['model']} beside {settings['against']} {report.peer['version']}[/bold]: "
+        f"medians of runs in turns, {settings['threads']} threads each, on {machine['cpu']}; load "
+        f"average {settings['load average'][:1]} before, "
+        f"{settings['load average at the end'][:1]} after"
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for name in ("ours", "theirs", "", "ratio", "must be", ""):
+        table.add_column(name, justify="right" if name else "left")
+    for row in report.rows:
+        judged = {None: "", True: "met", False: "[red]not met[/red]"}[row.met]
+        table.add_row(
+            row.name,
+            f"{row.ours:.2f}",
+            "" if row.theirs is None else f"{row.theirs:.2f}",
+            row.unit if row.other in ("", "llama.cpp") else f"{row.unit} ({row.other})",
+            "" if row.ratio is None else f"{row.ratio:.2f}",
+            "" if row.bound is None else str(row.bound),
+            judged,
+        )
+    console.print(table)
+    for name, reason in report.skipped.items():
+        console.print(f"left out: {name}: {reason}", style="yellow")
+    console.print()
+
+
+# --- fidelity -------------------------------------------------------------------------------------
+
+
+def run_fidelity(args: argparse.Namespace, context: Context) -> int:
+    """Compares a weights format with fp32."""
+    import gc
+
+    from outstride.bench import fidelity
+    from outstride.bench.result import BenchResult
+
+    texts = fidelity.texts_of(args.texts, args.limit)
+    settings = {
+        "model": args.model,
+        "weights": args.weights,
+        "texts": args.texts or "built-in",
+        "limit": args.limit,
+    }
+    result = BenchResult("fidelity", settings)
+    with screen.bar("texts") as progress:
+        with context.load(args.model, "fp32") as reference:
+            pairs = [(text.id, reference.encode(text.text)) for text in texts]
+            held = fidelity.Fidelity(pairs)
+            held.record(reference.engine.passes, progress)
+        del reference
+        gc.collect()  # one model at a time
+        with held, context.load(args.model, args.weights) as llm:
+            settings["fingerprint"] = llm.fingerprint
+            report = held.compare(llm.engine.passes, progress)
+    result.finish(report.samples(), report.summary())
+    if not args.json:
+        _print_fidelity(report, settings)
+    deliver(result, args)
+    print(result.to_json(), flush=True)
+    return 0
+
+
+def _print_fidelity(report: FidelityReport, settings: dict[str, Any]) -> None:
+    from outstride.bench.fidelity import MOST_KL, MOST_LOSS
+
+    difference = report.loss - report.reference_loss
+    screen.console().print(
+        f"[bold]{settings['model']}, weights {settings['weights']}, beside fp32[/bold]: "
+        f"{report.tokens} tokens of {len(report.cases)} texts\n"
+        f"mean KL         {report.kl:.5f} (must be <= {MOST_KL:g})\n"
+        f"same top token  {report.same:.2%}\n"
+        f"loss            {report.loss:.4f}, fp32 {report.reference_loss:.4f}, difference "
+        f"{difference:+.4f} (must be within {MOST_LOSS:g})\n"
+        f"{'met' if report.met else 'not met'}\n"
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -54,12 +54,12 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass on the model's own thread."""
+    """A pass under way: on the model's own thread, or launched and running elsewhere."""
 
-    future: Future[list[Scores]]
+    result: Callable[[], list[Scores]]
 
     def wait(self) -> list[Scores]:
-        return self.future.result()
+        return self.result()
 
 
 def _digest(config: DecoderConfig, tensors: dict[str, torch.Tensor]) -> str:
@@ -163,13 +163,18 @@ class Decoder:
     # --- the contract -----------------------------------------------------------------------------
 
     def forward(self, work: Sequence[Work]) -> Pass:
-        """One pass over all graphs, on the model's own thread."""
-        return Pass(self._worker.submit(self._forward, list(work)))
+        """One pass over all graphs."""
+        if self.ops.remote:
+            return Pass(self._launch(list(work)))
+        return Pass(self._worker.submit(self._forward, list(work)).result)
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
         """Copies cache entries between slots, all read before any is written."""
         if len(sources):
-            self._worker.submit(self._move, sources, targets).result()
+            if self.ops.remote:
+                self._move(sources, targets)
+            else:
+                self._worker.submit(self._move, sources, targets).result()
 
     def feature(self, table: Table, position: int) -> FloatArray:
         """The stored states at a kept position, one layer behind the other."""
@@ -187,8 +192,11 @@ class Decoder:
     def _move(self, sources: IntArray, targets: IntArray) -> None:
         self.ops.move(np.asarray(sources), np.asarray(targets))
 
-    @torch.inference_mode()
     def _forward(self, work: list[Work]) -> list[Scores]:
+        return self._launch(work)()
+
+    @torch.inference_mode()
+    def _launch(self, work: list[Work]) -> Callable[[], list[Scores]]:
         parts = [self._part(piece) for piece in work]
         bounds = sorted({edge for part in parts for edge in (part.start, part.stop)})
         for low, high in pairwise(bounds):
@@ -196,10 +204,15 @@ class Decoder:
             if active:
                 self._run_layers(active, low, high)
         wanted = [Wanted(p.proposal, p.wanted, p.state, p.work.first) for p in parts]
-        return [
-            replace(scores, hidden=part.hidden) if part.hidden else scores
-            for part, scores in zip(parts, self.ops.head(wanted), strict=True)
-        ]
+        collect = self.ops.score(wanted)
+
+        def scores() -> list[Scores]:
+            return [
+                replace(found, hidden=part.hidden) if part.hidden else found
+                for part, found in zip(parts, collect(), strict=True)
+            ]
+
+        return scores
 
     def _part(self, work: Work) -> _Part:
         proposal = work.proposal

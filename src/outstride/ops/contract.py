@@ -103,6 +103,8 @@ class Ops(ABC):
 
     name: str
     """What the fingerprint says of the arithmetic: implementation, instruction set, format."""
+    remote: bool = False
+    """Whether a pass, once launched, runs elsewhere: then it needs no thread of the model's own."""
 
     @abstractmethod
     def begin(self, spans: Sequence[Span], windows: Sequence[int | None]) -> Any:
@@ -143,6 +145,11 @@ class Ops(ABC):
     @abstractmethod
     def head(self, wanted: Sequence[Wanted]) -> list[Scores]:
         """Final norm, vocabulary and the choice of tokens, for everybody at once."""
+
+    def score(self, wanted: Sequence[Wanted]) -> Callable[[], list[Scores]]:
+        """Starts the head; what it returns waits for the scores."""
+        scores = self.head(wanted)
+        return lambda: scores
 
     def run(self, layers: Callable[[], State], batch: Any, whole: bool) -> State:
         """Runs the layers. An implementation may record a `whole` pass once and replay it: all

@@ -1,0 +1,34 @@
+"""Operations on an NVIDIA card: Triton kernels, replayed from CUDA graphs.
+
+- `linear`: matrix products with a fixed order of sums, and what is fused to them
+- `attention`: attention over pages and token graphs
+- `choose`: the choice of tokens
+- `layout`: the description of a pass, made on the host
+- `backend`: `Cuda`, the operations of the contract
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outstride.ops.cuda.backend import Cuda
+
+__all__ = ["Cuda", "available"]
+
+
+def available() -> bool:
+    """Whether there is a card that these operations run on, and a compiler for them."""
+    import importlib.util
+
+    import torch
+
+    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Cuda":
+        from outstride.ops.cuda.backend import Cuda
+
+        return Cuda
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

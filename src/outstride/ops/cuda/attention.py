@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """Attention over pages and token graphs, reduced over logical positions.
 
-Keys stand in blocks of 64 by position, whichever slots hold them. Each block yields a partial result
+Keys stand in blocks of 128 by position, whichever slots hold them. Each block yields a partial result
 that depends on its keys alone; partial results are folded in order of blocks, by one program that
 walks through them or by the last of several that each took some. Which of the two, and how many
 queries share a tile, changes no bit. Blocks that a query does not see at all change nothing, either.
@@ -18,7 +18,6 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,unused
 )
 
 from outstride.ops.cuda.layout import FIELDS, KEYS
-from outstride.ops.cuda.linear import pair_sum
 
 _FLOOR = tl.constexpr(-1e30)
 """Stands in for the maximum of a block in which a query sees nothing."""
@@ -30,33 +29,38 @@ def _fold(peak, total, mixed, new_peak, new_total, new_mixed):
     """One more block."""
     top = tl.maximum(peak, new_peak)
     old, new = tl.exp2(peak - top), tl.exp2(new_peak - top)
-    total = total * old + new_total * new
+    total = total * old[:, None] + new_total * new[:, None]
     mixed = mixed * old[:, None] + new_mixed * new[:, None]
     return top, total, mixed
 
 
 @triton.jit
 def attention_kernel(
-    queries, keys, values, out, words, limits, positions, partial, partial_sums, tickets,
-    scale, window, header,
+    queries, keys, values, out, items, words, partial, partial_peaks, partial_sums, tickets,
+    scale, window, ld_out,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDE: tl.constexpr,
-    BQ: tl.constexpr, KEYS: tl.constexpr, LEVELS: tl.constexpr, PAGE: tl.constexpr,
-    PROGRAMS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    BQ: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, PROGRAMS: tl.constexpr,
+    SHARED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, FOLDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """`words` describes the pass: see `layout`. `header` is the place of this window's items."""
+    """`words` describes the pass, `items` is the part of it with this window's items.
+
+    The sums of weights are products with ones: sixteen equal columns, because products have no fewer.
+    """
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
-    count = tl.load(words + header)
-    items = words + tl.load(words + header + 1)
+        gdc_launch_dependents()
     lane = tl.arange(0, KEYS)
     dims = tl.arange(0, WIDE)
     line = tl.arange(0, BQ)
-    for work in range(tl.program_id(0), count * KV_HEADS, PROGRAMS):
-        item = items + work // KV_HEADS * _FIELDS
+    sixteen = tl.arange(0, 16)
+    ones = tl.full((KEYS, 16), 1.0, dtype=queries.dtype.element_ty)
+    work = tl.program_id(0)
+    item = items + work // KV_HEADS * _FIELDS
+    nodes = tl.load(item + 1)
+    while nodes > 0:
         head = work % KV_HEADS
         row_first = tl.load(item)
-        nodes = tl.load(item + 1)
         pages_at = tl.load(item + 2)
         blocks_at = tl.load(item + 3)
         start = tl.load(item + 4)
@@ -66,86 +70,88 @@ def attention_kernel(
         pieces = tl.load(item + 8)
         base = tl.load(item + 9)
         ticket = tl.load(item + 10)
-        node = line // GROUP
-        live = node < nodes
-        row = row_first + tl.minimum(node, nodes - 1)
-        at = row.to(tl.int64) * (HEADS * WIDE) + (head * GROUP + line % GROUP) * WIDE
+        node = tl.minimum(line // GROUP, nodes - 1)
+        live = line // GROUP < nodes
+        limit = tl.load(item + 11) + node
+        floor = tl.load(item + 12) + node - window
+        reach = tl.load(item + 11) + nodes - 1
+        row = row_first + node
+        of_head = (head * GROUP + line % GROUP) * WIDE
+        at = row.to(tl.int64) * (HEADS * WIDE) + of_head
         query = tl.load(queries + at[:, None] + dims[None, :], mask=live[:, None], other=0.0)
-        limit = tl.load(limits + row)
-        floor = tl.load(positions + row) - window
-        reach = tl.max(limit, axis=0)
         peak = tl.full((BQ,), _FLOOR, dtype=tl.float32)
-        total = tl.zeros((BQ,), dtype=tl.float32)
+        total = tl.zeros((BQ, 16), dtype=tl.float32)
         mixed = tl.zeros((BQ, WIDE), dtype=tl.float32)
-        for block in range(start, stop):
+        for block in tl.range(start, stop, num_stages=STAGES):
             place = block * KEYS + lane
-            listed_at = -1
-            if SHARED == 0:
+            known = place < reach
+            if SHARED:
+                page = tl.load(words + pages_at + place // PAGE, mask=known, other=0)
+                slot = page * PAGE + place % PAGE
+                seen = place[None, :] < limit[:, None]
+            else:
                 listed_at = tl.load(words + blocks_at + block, mask=blocks_at >= 0, other=-1)
-            paged = listed_at < 0
-            page = tl.load(
-                words + pages_at + place // PAGE, mask=(place < reach) & paged, other=0
-            )
-            slot = page * PAGE + place % PAGE
-            known = (place < reach) & paged
-            if SHARED == 0:
+                paged = listed_at < 0
+                known = known & paged
+                page = tl.load(words + pages_at + place // PAGE, mask=known, other=0)
                 listed = tl.load(words + listed_at + lane, mask=(lane >= 0) & ~paged, other=-1)
+                slot = tl.where(paged, page * PAGE + place % PAGE, listed)
                 known = known | (listed >= 0)
-                slot = tl.where(paged, slot, listed)
+                seen = known[None, :] & (~paged | (place[None, :] < limit[:, None]))
+            seen = seen & live[:, None] & (place[None, :] > floor[:, None])
             slot = tl.where(known, slot, 0).to(tl.int64)
             entry = slot[:, None] * (KV_HEADS * WIDE) + head * WIDE + dims[None, :]
             key = tl.load(keys + entry, mask=known[:, None], other=0.0)
             value = tl.load(values + entry, mask=known[:, None], other=0.0)
-            seen = known[None, :] & live[:, None] & (place[None, :] > floor[:, None])
-            if SHARED:
-                seen = seen & (place[None, :] < limit[:, None])
-            else:
-                seen = seen & ((place[None, :] < limit[:, None]) | (listed >= 0)[None, :])
             scores = tl.dot(query, tl.trans(key)) * scale
             scores = tl.where(seen, scores, float("-inf"))
             new_peak = tl.maximum(tl.max(scores, axis=1), _FLOOR)
-            weights = tl.exp2(scores - new_peak[:, None])
-            new_total = pair_sum(weights, BQ, KEYS, LEVELS)
-            new_mixed = tl.dot(weights.to(value.dtype), value)
-            if pieces > 1:
+            weights = tl.exp2(scores - new_peak[:, None]).to(value.dtype)
+            new_total = tl.dot(weights, ones)
+            new_mixed = tl.dot(weights, value)
+            if SPLITS:
                 spot = ((base + block - first) * KV_HEADS + head).to(tl.int64)
-                at_sums = partial_sums + spot * (2 * BQ) + line
-                tl.store(at_sums, new_peak)
-                tl.store(at_sums + BQ, new_total)
+                tl.store(partial_peaks + spot * BQ + line, new_peak)
+                at_sums = spot * (BQ * 16) + line[:, None] * 16 + sixteen[None, :]
+                tl.store(partial_sums + at_sums, new_total)
                 at_mixed = spot * (BQ * WIDE) + line[:, None] * WIDE + dims[None, :]
                 tl.store(partial + at_mixed, new_mixed)
             else:
                 peak, total, mixed = _fold(peak, total, mixed, new_peak, new_total, new_mixed)
         done = True
-        if pieces > 1:
+        if SPLITS:
             tl.debug_barrier()
             mine = tickets + ticket * KV_HEADS + head
             done = tl.atomic_add(mine, 1, sem="acq_rel", scope="gpu") == pieces - 1
             if done:
-                for block in range(first, last):
+                for block in tl.range(first, last, num_stages=FOLDS):
                     spot = ((base + block - first) * KV_HEADS + head).to(tl.int64)
-                    at_sums = partial_sums + spot * (2 * BQ) + line
-                    new_peak = tl.load(at_sums, cache_modifier=".cg")
-                    new_total = tl.load(at_sums + BQ, cache_modifier=".cg")
+                    new_peak = tl.load(partial_peaks + spot * BQ + line, cache_modifier=".cg")
+                    at_sums = spot * (BQ * 16) + line[:, None] * 16 + sixteen[None, :]
+                    new_total = tl.load(partial_sums + at_sums, cache_modifier=".cg")
                     at_mixed = spot * (BQ * WIDE) + line[:, None] * WIDE + dims[None, :]
                     new_mixed = tl.load(partial + at_mixed, cache_modifier=".cg")
                     peak, total, mixed = _fold(peak, total, mixed, new_peak, new_total, new_mixed)
                 tl.store(mine, 0)
         if done:
-            result = tl.math.div_rn(mixed, tl.maximum(total, 1e-30)[:, None])
+            sums = tl.maximum(tl.max(total, axis=1), 1e-30)
+            result = tl.math.div_rn(mixed, tl.broadcast_to(sums[:, None], (BQ, WIDE)))
             tl.store(
-                out + at[:, None] + dims[None, :],
+                out + (row.to(tl.int64) * ld_out + of_head)[:, None] + dims[None, :],
                 result.to(out.dtype.element_ty),
                 mask=live[:, None],
             )
+        work += PROGRAMS
+        item = items + work // KV_HEADS * _FIELDS
+        nodes = tl.load(item + 1)
 
 
 @triton.jit
 def embed_kernel(tokens, embedding, x, low, ld, width, WIDTH: tl.constexpr, PDL: tl.constexpr):
     """Rows of the embedding as states, in both formats."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0)
     token = tl.load(tokens + row).to(tl.int64)
     k = tl.arange(0, WIDTH)
@@ -165,6 +171,9 @@ def keep_kernel(x, slots, features, ld, ld_features, width, WIDTH: tl.constexpr)
     tl.store(features + slot * ld_features + k, values, mask=k < width)
 
 
+WARPS = {16: 8, 64: 8, 128: 8}
+STAGES = {16: 2, 64: 2}
+"""By query rows of a tile."""
 PARTIAL = 32 << 20
 """Numbers that partial results may take."""
 
@@ -174,7 +183,8 @@ class Partials:
 
     def __init__(self, device: torch.device) -> None:
         self.mixed = torch.zeros(PARTIAL, dtype=torch.float32, device=device)
-        self.sums = torch.zeros(PARTIAL // 8, dtype=torch.float32, device=device)
+        self.peaks = torch.zeros(PARTIAL // 16, dtype=torch.float32, device=device)
+        self.sums = torch.zeros(PARTIAL, dtype=torch.float32, device=device)
         self.tickets = torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
@@ -183,9 +193,8 @@ def attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     out: torch.Tensor,
+    items: torch.Tensor,
     words: torch.Tensor,
-    limits: torch.Tensor,
-    positions: torch.Tensor,
     room: Partials,
     *,
     heads: int,
@@ -193,20 +202,22 @@ def attend(
     head: int,
     wide: int,
     window: int | None,
-    header: int,
     rows: int,
     programs: int,
     shared: bool,
+    splits: bool,
     page_size: int,
     pdl: bool,
 ) -> None:
     """One layer's attention, as described by `words`; `rows` query rows to a tile."""
     extra = {"launch_pdl": True} if pdl else {}
+    warps = 4 if rows == 64 and not splits else WARPS.get(rows, 8)
+    stages, folds = STAGES.get(rows, 2), 4 if rows < 64 else 2
     attention_kernel[(programs,)](
-        queries, keys, values, out, words, limits, positions, room.mixed, room.sums, room.tickets,
-        head**-0.5 * 1.4426950408889634, 1 << 30 if window is None else window, header,
+        queries, keys, values, out, items, words, room.mixed, room.peaks, room.sums, room.tickets,
+        head**-0.5 * 1.4426950408889634, 1 << 30 if window is None else window, out.stride(0),
         GROUP=heads // kv_heads, HEADS=heads, KV_HEADS=kv_heads, WIDE=wide,
-        BQ=rows, KEYS=KEYS, LEVELS=KEYS.bit_length() - 1, PAGE=page_size,
-        PROGRAMS=programs, SHARED=shared, PDL=pdl,
-        num_warps=4 if rows <= 64 else 8, num_stages=2, enable_fp_fusion=False, **extra,
+        BQ=rows, KEYS=KEYS, PAGE=page_size, PROGRAMS=programs, SHARED=shared, SPLITS=splits,
+        STAGES=stages, FOLDS=folds, PDL=pdl,
+        num_warps=warps, enable_fp_fusion=False, **extra,
     )  # fmt: skip

@@ -1,16 +1,18 @@
 """The description of a pass that goes to the card in one transfer.
 
-Words of 32 bits: a header (for each window how many items and where), then for each row its token,
-position, slot and limit, then items, pages and lists of slots. An item is a run of key blocks for a
-tile of queries. Queries of an ordinary sequence (nothing missing, a chain of nodes) find their keys
-through the pages, up to their limit. Any other query has a tile of its own, and the blocks in which
-something else than plain context stands are listed slot by slot.
+Words of 32 bits: for each row its token, position and slot; then the items of each window, zeros
+behind them; then pages and lists of slots. An item is a run of key blocks for a tile of queries.
+
+Queries of an ordinary sequence (nothing missing, a chain of nodes) find their keys through the
+pages, up to their limit. Any other query has a tile of its own, and the blocks in which something
+else than plain context stands are listed slot by slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +20,14 @@ import numpy.typing as npt
 from outstride.core.graph import IntArray
 from outstride.ops.contract import Span
 
-KEYS = 64
+KEYS = 128
 """Keys of a block."""
-FIELDS = 12
+FIELDS = 16
 """Words of an item."""
-HEAD = 16
-"""Words of the header: room for eight windows."""
-ROW_FIELDS = 4
+ROW_FIELDS = 3
+LARGE = 32
+"""Query rows of one sequence above which tiles are large; more where heads are small, because then
+reading keys several times costs less than waiting for a large tile."""
 
 Words = npt.NDArray[np.int32]
 
@@ -41,12 +44,13 @@ class Layout:
     """Query rows of a tile."""
     shared: bool
     """Whether all keys are found through pages."""
-    items: tuple[int, ...]
-    """By window."""
+    windows: tuple[int, ...]
+    """Where the items of each window begin."""
+    splits: bool
+    """Whether some tile's blocks are shared out to several programs."""
 
 
-@dataclass(slots=True)
-class _Tile:
+class _Tile(NamedTuple):
     row: int
     nodes: int
     pages: int
@@ -55,23 +59,28 @@ class _Tile:
     """Where its list of blocks begins in `lists`, or -1."""
     size: int
     first: int
+    limit: int
+    """Keys below this position are seen by the first node, one more by each further one."""
+    place: int
+    """The position of the first node."""
 
 
 def ordinary(span: Span, page_size: int) -> bool:
     """Whether entries and nodes stand at positions 0, 1, 2, … in the slots that the pages name."""
-    table, graph, size = span.table, span.graph, len(span.table)
-    if table.stale or len(graph) == 0:
+    table, graph, size = span.table, span.graph, len(span.table.positions)
+    nodes = len(graph.tokens)
+    if table.stale or nodes == 0:
         return False
     if not table.ordered or (size and table.positions[-1] != size - 1):
         return False
-    if len(graph) == 1:
-        if int(graph.positions[0]) != size:
+    if nodes == 1:
+        if graph.positions.item(0) != size:
             return False
         page = size // page_size
         return page < len(table.pages) and (
-            int(span.slots[0]) == table.pages[page] * page_size + size % page_size
+            span.slots.item(0) == table.pages[page] * page_size + size % page_size
         )
-    entries = np.arange(size, size + len(graph))
+    entries = np.arange(size, size + nodes)
     if not graph.is_chain or not np.array_equal(graph.positions, entries):
         return False
     if int(entries[-1]) // page_size >= len(table.pages):
@@ -158,6 +167,7 @@ def describe(
     rows: int,
     group: int,
     kv_heads: int,
+    wide: int,
     page_size: int,
     spare: int,
     programs: int,
@@ -170,112 +180,122 @@ def describe(
     """
     count = spans[-1].rows.stop
     plain = [ordinary(span, page_size) for span in spans]
-    longest = max(len(s.graph) - s.first if p else 1 for s, p in zip(spans, plain, strict=True))
+    longest = max(
+        len(s.graph.tokens) - s.first if p else 1 for s, p in zip(spans, plain, strict=True)
+    )
     tile = 16
     while tile < group:
         tile *= 2
-    if longest * group > 32:
+    if longest * group > (LARGE if group * wide > 256 else 8 * LARGE):
         tile = max(tile, 64)
-    if longest * group >= 512:
-        tile = max(tile, 128)
     per = tile // group
-    table = np.zeros((ROW_FIELDS, rows), dtype=np.int32)
-    table[2, count:] = spare
-    tokens, positions, slots, limits = table
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
     pages: list[int] = []
     lists: list[int] = []
     made: list[list[_Tile]] = [[] for _ in windows]
     for span, simple in zip(spans, plain, strict=True):
         graph, first, row = span.graph, span.first, span.row
-        nodes = len(graph) - first
+        nodes = len(graph.tokens) - first
         if nodes == 0:
             continue
-        stop = row + nodes
-        tokens[row:stop] = graph.tokens[first:]
-        positions[row:stop] = graph.positions[first:]
-        slots[row:stop] = span.slots[first:]
+        if nodes == 1:
+            tokens.append(graph.tokens.item(first))
+            positions.append(graph.positions.item(first))
+            slots.append(span.slots.item(first))
+        else:
+            tokens += graph.tokens[first:].tolist()
+            positions += graph.positions[first:].tolist()
+            slots += span.slots[first:].tolist()
         at = len(pages)
         pages += span.table.pages
         if simple:
-            limits[row:stop] = positions[row:stop] + 1
-            begin = len(span.table) + first
+            begin = len(span.table.positions) + first
             for w, window in enumerate(windows):
                 for start in range(0, nodes, per):
                     some = min(per, nodes - start)
-                    size = (begin + start + some - 1) // KEYS + 1
-                    low = 0 if window is None else max(begin + start - window + 1, 0) // KEYS
-                    made[w].append(_Tile(row + start, some, at, -1, size, low))
+                    place = begin + start
+                    size = (place + some - 1) // KEYS + 1
+                    low = 0 if window is None else max(place - window + 1, 0) // KEYS
+                    made[w].append(_Tile(row + start, some, at, -1, size, low, place + 1, place))
             continue
         lister = _Lister(span, page_size, lists)
-        limits[row:stop] = lister.context if lister.plain else 0
+        limit = lister.context if lister.plain else 0
         for w, window in enumerate(windows):
             for node in range(first, len(graph)):
                 blocks = lister.node(node, window)
                 where = len(lists)
                 lists += blocks
-                made[w].append(_Tile(row + node - first, 1, at, where, len(blocks), 0))
-    np.maximum(tokens, 0, out=tokens)
-    head = HEAD + ROW_FIELDS * rows
-    words: list[Words] = [np.zeros(HEAD, dtype=np.int32), table.reshape(-1)]
-    pages_at = head
-    lists_at = pages_at + len(pages)
-    at = lists_at + len(lists)
-    tail: list[Words] = []
-    for w, found in enumerate(made):
-        items = _items(found, kv_heads, programs, room // tile, pages_at, lists_at)
-        words[0][2 * w], words[0][2 * w + 1] = len(items), at
-        tail.append(items.reshape(-1))
+                place = int(graph.positions[node])
+                made[w].append(
+                    _Tile(row + node - first, 1, at, where, len(blocks), 0, limit, place)
+                )
+    table = np.zeros((ROW_FIELDS, rows), dtype=np.int32)
+    table[0, :count], table[1, :count], table[2, :count] = tokens, positions, slots
+    np.maximum(table[0], 0, out=table[0])
+    table[2, count:] = spare
+    splits = _spread(made, kv_heads, programs, room // tile)
+    lines = [_items(found, kv_heads, programs, splits) for found in made]
+    lines[-1] = lines[-1][: np.flatnonzero(lines[-1][:, 1])[-1] + 2 + programs // kv_heads]
+    places, at = [], ROW_FIELDS * rows
+    for items in lines:
+        places.append(at)
         at += items.size
-    moved = np.asarray(lists, dtype=np.int32)
-    for found in made[:1]:
-        if any(t.blocks >= 0 for t in found):
-            moved = _moved(moved, made, lists_at)
-            break
-    words += [np.asarray(pages, dtype=np.int32), moved, *tail]
+    lists_at = at + len(pages)
+    listed = np.asarray(lists, dtype=np.int32)
+    for items, found in zip(lines, made, strict=True):
+        items[:, 2] += at
+        if lists:
+            for t in found:
+                if t.blocks >= 0:
+                    part = listed[t.blocks : t.blocks + t.size]
+                    part[part >= 0] += lists_at
+            items[items[:, 3] >= 0, 3] += lists_at
+    parts = [table.reshape(-1), *(items.reshape(-1) for items in lines)]
     return Layout(
-        words=np.concatenate(words),
+        words=np.concatenate([*parts, np.asarray(pages, dtype=np.int32), listed]),
         rows=rows,
         count=count,
         tile=tile,
         shared=all(plain),
-        items=tuple(len(found) for found in made),
+        windows=tuple(places),
+        splits=splits,
     )
 
 
-def _moved(lists: Words, made: Sequence[Sequence[_Tile]], by: int) -> Words:
-    """The lists with places within them made places within all words."""
-    moved = lists.copy()
+def _spread(made: Sequence[Sequence[_Tile]], kv_heads: int, programs: int, room: int) -> bool:
+    """Whether one tile's blocks should be taken by several programs: if it would keep all waiting."""
+    spread = False
     for found in made:
-        for t in found:
-            if t.blocks >= 0:
-                part = moved[t.blocks : t.blocks + t.size]
-                part[part >= 0] += by
-    return moved
+        sizes = [t.size - t.first for t in found]
+        total = sum(sizes)
+        if total > room:
+            return False
+        spread |= max(sizes, default=0) > 2 * max(1, total * kv_heads // programs)
+    return spread
 
 
-def _items(
-    found: Sequence[_Tile], kv_heads: int, programs: int, room: int, pages_at: int, lists_at: int
-) -> Words:
-    """Runs of blocks: as many as fill the card, each tile's in order."""
+def _items(found: Sequence[_Tile], kv_heads: int, programs: int, splits: bool) -> Words:
+    """Runs of blocks: as many as fill the card, each tile's in order; behind them nothing."""
     total = sum(t.size - t.first for t in found) * kv_heads
     share = max(1, -(-total // programs))
     rows: list[tuple[int, ...]] = []
     base = 0
     for ticket, t in enumerate(found):
         size = t.size - t.first
-        pieces = -(-size // share)
-        if pieces > 1 and base + size > room:
-            pieces = 1
+        pieces = -(-size // share) if splits else 1
         per = -(-size // pieces)
         pieces = -(-size // per)
-        blocks = -1 if t.blocks < 0 else lists_at + t.blocks
+        tile, tail = (t.row, t.nodes, t.pages, t.blocks), (t.limit, t.place, 0, 0, 0)
         for start in range(t.first, t.size, per):
             stop = min(start + per, t.size)
-            rows.append(
-                (t.row, t.nodes, pages_at + t.pages, blocks, start, stop, t.first, t.size)
-                + (pieces, base, ticket, 0)
-            )
-        if pieces > 1:
-            base += size
-    rows.sort(key=lambda item: item[4] - item[5])
-    return np.asarray(rows, dtype=np.int32).reshape(-1, FIELDS)
+            rows.append((*tile, start, stop, t.first, t.size, pieces, base, ticket, *tail))
+        base += size
+    if len(rows) > programs:
+        rows.sort(key=lambda item: item[4] - item[5])
+    room = len(rows) + -(-programs // kv_heads) + 1
+    words = np.zeros((1 << room.bit_length(), FIELDS), dtype=np.int32)  # few sizes: see `windows`
+    words[:, 3] = -1
+    words[: len(rows)] = rows
+    return words

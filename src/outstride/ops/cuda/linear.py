@@ -6,9 +6,6 @@ the tensor cores add steps of 16 one after the other; parts are added in order. 
 in a tile, and whether the parts are summed by one program or by several, changes no bit: few rows
 spread the parts over the card, many rows take them one after the other.
 
-Small matrices cost latency, not bandwidth, and take another way: eight warps of one program each sum
-an eighth of K, and the eighths are added in one fixed pattern.
-
 The norm before a product is folded into it: its weight is part of the matrix, and its factor, one
 number per row, is applied to the result.
 """
@@ -54,20 +51,61 @@ def pair_sum(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _finish(y, base, rows, cols, bias, out, low, ld_out, positions, slots, cosines, sines, keys,
-            values, query_norm, key_norm, eps,
+def _prefetch(w, cols, k_all, start, part, BN: tl.constexpr, LINES: tl.constexpr):
+    """Asks for a tile of weights before anything that it waits for is there."""
+    line = tl.minimum(tl.arange(0, LINES) * 64, part - 1)
+    at = w + cols[:, None].to(tl.int64) * k_all + (start + line)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [at.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _early(rows, cols, out, ld_out, positions, slots, cosines, sines,
+           BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, Q_HEADS: tl.constexpr,
+           KV_HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr,
+           ROPE: tl.constexpr):  # fmt: skip
+    """What the end of a tile needs from memory: asked for before the product."""
+    one = tl.zeros((BM, BN // 2), dtype=tl.float32)
+    two = one
+    slot = tl.zeros((BM,), dtype=tl.int64)
+    if KIND == ADDED:
+        both = tl.load(out + rows[:, None].to(tl.int64) * ld_out + cols[None, :])
+        one, two = tl.split(tl.reshape(both, (BM, BN // 2, 2)))
+    if KIND == HEADS:
+        slot = tl.load(slots + rows).to(tl.int64)
+        if ROPE:
+            pair = tl.max(tl.reshape(cols // 2, (BN // 2, 2)), axis=1)
+            head, place = pair // (WIDE // 2), pair % (WIDE // 2)
+            turned = (head < Q_HEADS + KV_HEADS) & (place < HEAD // 2)
+            position = tl.load(positions + rows).to(tl.int64)
+            angle = position[:, None] * (HEAD // 2) + place[None, :]
+            both = turned[None, :] & (position >= 0)[:, None]
+            one = tl.load(cosines + angle, mask=both, other=1.0)
+            two = tl.load(sines + angle, mask=both, other=0.0)
+    return one, two, slot
+
+
+@triton.jit
+def _finish(y, one, two, slot, rows, cols, bias, out, low, ld_out, keys, values, query_norm,
+            key_norm, eps,
             BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
             Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr,
             WIDE: tl.constexpr, LEVELS: tl.constexpr, ROPE: tl.constexpr,
             HEAD_NORM: tl.constexpr):  # fmt: skip
-    """What becomes of a tile of results; `base` is what it is added to."""
+    """What becomes of a tile of results; `one`, `two` and `slot` are from `_early`."""
     if BIAS:
         y += tl.load(bias + cols)[None, :]
     if KIND == FLOATS:
         tl.store(out + rows[:, None].to(tl.int64) * ld_out + cols[None, :], y)
     if KIND == ADDED:
         at = rows[:, None].to(tl.int64) * ld_out + cols[None, :]
-        y += base
+        y += tl.reshape(tl.join(one, two), (BM, BN))
         tl.store(out + at, y)
         tl.store(low + at, y.to(low.dtype.element_ty))
     if KIND == GATED:
@@ -100,13 +138,8 @@ def _finish(y, base, rows, cols, bias, out, low, ld_out, positions, slots, cosin
             norm *= tl.load(key_norm + at_odd, mask=of_key, other=1.0)
             odd = tl.where(turned[None, :], odd * factor * norm[None, :], odd)
         if ROPE:
-            position = tl.load(positions + rows).to(tl.int64)
-            angle = position[:, None] * (HEAD // 2) + place[None, :]
-            both = (turned & inside)[None, :] & (position >= 0)[:, None]
-            cos = tl.load(cosines + angle, mask=both, other=1.0)
-            sin = tl.load(sines + angle, mask=both, other=0.0)
-            new = tl.where(turned[None, :], even * cos - odd * sin, even)
-            odd = tl.where(turned[None, :], odd * cos + even * sin, odd)
+            new = tl.where(turned[None, :], even * one - odd * two, even)
+            odd = tl.where(turned[None, :], odd * one + even * two, odd)
             even = new
         lean = low.dtype.element_ty
         even, odd = even.to(lean), odd.to(lean)
@@ -115,91 +148,80 @@ def _finish(y, base, rows, cols, bias, out, low, ld_out, positions, slots, cosin
         at = rows[:, None].to(tl.int64) * (Q_HEADS * WIDE) + (head * WIDE)[None, :]
         tl.store(low + at + at_even[None, :], even, mask=is_query)
         tl.store(low + at + at_odd[None, :], odd, mask=is_query)
-        slot = tl.load(slots + rows).to(tl.int64) * (KV_HEADS * WIDE)
+        entry = slot * (KV_HEADS * WIDE)
         is_key = here & turned[None, :] & (head >= Q_HEADS)[None, :]
-        at = slot[:, None] + ((head - Q_HEADS) * WIDE)[None, :]
+        at = entry[:, None] + ((head - Q_HEADS) * WIDE)[None, :]
         tl.store(keys + at + at_even[None, :], even, mask=is_key)
         tl.store(keys + at + at_odd[None, :], odd, mask=is_key)
         known = head < Q_HEADS + 2 * KV_HEADS
         is_value = here & known[None, :] & (head >= Q_HEADS + KV_HEADS)[None, :]
-        at = slot[:, None] + ((head - Q_HEADS - KV_HEADS) * WIDE)[None, :]
+        at = entry[:, None] + ((head - Q_HEADS - KV_HEADS) * WIDE)[None, :]
         tl.store(values + at + at_even[None, :], even, mask=is_value)
         tl.store(values + at + at_odd[None, :], odd, mask=is_value)
 
 
 @triton.jit
-def short_kernel(
-    x, w, bias, out, low, gather,
-    positions, slots, cosines, sines, keys, values, query_norm, key_norm,
-    tiles_m, ld_x, ld_out, k_all, width, eps,
-    BM: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr, ITER: tl.constexpr,
-    NORM: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr,
-    HEAD_LEVELS: tl.constexpr, ROPE: tl.constexpr, HEAD_NORM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """For matrices that are latency, not bandwidth: eight warps take an eighth of K each."""
-    tile = tl.program_id(0)
-    rows = tile % tiles_m * BM + tl.arange(0, BM)
-    cols = tile // tiles_m * BN + tl.arange(0, BN)
-    k = (tl.arange(0, 8) * (LANES * ITER))[:, None] + tl.arange(0, LANES)[None, :]
-    b = w + cols[None, None, :].to(tl.int64) * k_all + k[:, :, None]
-    right = tl.load(b, mask=(k < k_all)[:, :, None], other=0.0)
-    if PDL:
-        gdc_wait()
-    base = tl.zeros((BM, BN), dtype=tl.float32)
-    if KIND == ADDED:
-        base = tl.load(out + rows[:, None].to(tl.int64) * ld_out + cols[None, :])
-    source = rows
-    if GATHER:
-        source = tl.load(gather + rows)
-    a = x + source[None, :, None].to(tl.int64) * ld_x + k[:, None, :]
-    left = tl.load(a, mask=(k < k_all)[:, None, :], other=0.0)
-    y = tl.dot(left, right)
-    if NORM == NORMED:
-        wide = left.to(tl.float32)
-        squares = wide * wide
-    for i in tl.static_range(1, ITER):
-        inside = k + i * LANES < k_all
-        left = tl.load(a + i * LANES, mask=inside[:, None, :], other=0.0)
-        right = tl.load(b + i * LANES, mask=inside[:, :, None], other=0.0)
-        y = tl.dot(left, right, y)
-        if NORM == NORMED:
-            wide = left.to(tl.float32)
-            squares += wide * wide
-    if PDL:
-        gdc_launch_dependents()
-    y = tl.sum(y, axis=0)
-    if NORM == NORMED:
-        sums = pair_sum(tl.reshape(squares, (8 * BM, LANES)), 8 * BM, LANES, 7)
-        total = pair_sum(tl.trans(tl.reshape(sums, (8, BM))), BM, 8, 3)
-        y *= tl.math.rsqrt(total / width + eps)[:, None]
-    _finish(y, base, rows, cols, bias, out, low, ld_out, positions, slots, cosines, sines, keys,
-            values, query_norm, key_norm, eps, BM, BN, KIND, BIAS, Q_HEADS, KV_HEADS, HEAD, WIDE,
-            HEAD_LEVELS, ROPE, HEAD_NORM)  # fmt: skip
+def _chain(a, b, steps, hop, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+           CHAINS: tl.constexpr, GRAM: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """One part of K, in chains that wait for each other only at the end.
+
+    With GRAM also the products of the rows with each other, of which the diagonal is wanted.
+    """
+    y0 = tl.zeros((BM, BN), dtype=tl.float32)
+    g0 = tl.zeros((BM, BM), dtype=tl.float32)
+    y1, y2, y3 = y0, y0, y0
+    g1, g2, g3 = g0, g0, g0
+    for _ in tl.range(0, steps, num_stages=STAGES):
+        left = tl.load(a)
+        y0 = tl.dot(left, tl.load(b), y0)
+        if GRAM:
+            g0 = tl.dot(left, tl.trans(left), g0)
+        if CHAINS > 1:
+            left = tl.load(a + hop)
+            y1 = tl.dot(left, tl.load(b + hop), y1)
+            if GRAM:
+                g1 = tl.dot(left, tl.trans(left), g1)
+        if CHAINS > 2:
+            left = tl.load(a + 2 * hop)
+            y2 = tl.dot(left, tl.load(b + 2 * hop), y2)
+            if GRAM:
+                g2 = tl.dot(left, tl.trans(left), g2)
+        if CHAINS > 3:
+            left = tl.load(a + 3 * hop)
+            y3 = tl.dot(left, tl.load(b + 3 * hop), y3)
+            if GRAM:
+                g3 = tl.dot(left, tl.trans(left), g3)
+        a += BK
+        b += BK
+    if CHAINS > 1:
+        y0 += y1
+        g0 += g1
+    if CHAINS > 2:
+        y0 += y2
+        g0 += g2
+    if CHAINS > 3:
+        y0 += y3
+        g0 += g3
+    return y0, g0
 
 
 @triton.jit
-def _chain(a, b, steps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-           STAGES: tl.constexpr):  # fmt: skip
-    """One part of K."""
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for _ in tl.range(0, steps, num_stages=STAGES):
-        acc = tl.dot(tl.load(a), tl.load(b), acc)
-        a += BK
-        b += BK
-    return acc
+def _diagonal(gram, BM: tl.constexpr):
+    at = tl.arange(0, BM)
+    return tl.sum(tl.where(at[:, None] == at[None, :], gram, 0.0), axis=1)
 
 
 @triton.jit
 def linear_kernel(
     x, w, bias, out, low, factors, gather, partial, tickets,
     positions, slots, cosines, sines, keys, values, query_norm, key_norm,
-    tiles_m, ld_x, ld_out, part, eps,
+    tiles_m, ld_x, ld_out, part, hop, width, eps,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     FAN: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
     GATHER: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr, WIDE: tl.constexpr, HEAD_LEVELS: tl.constexpr, ROPE: tl.constexpr,
-    HEAD_NORM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    HEAD_NORM: tl.constexpr, CHAINS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """x @ w.T, and what follows it. `part` columns make a part of K; x and w have whole parts."""
     pid = tl.program_id(0)
@@ -211,14 +233,21 @@ def linear_kernel(
     k_all = part * SPLIT
     b = w + cols[None, :].to(tl.int64) * k_all + (first * part + ks)[:, None]
     if PDL:
+        if LINES > 0:
+            _prefetch(w, cols, k_all, first * part, part, BN, LINES)
         gdc_wait()
+        gdc_launch_dependents()
+    early: tl.constexpr = BM * BN <= 2048
+    if early:
+        one, two, slot = _early(rows, cols, out, ld_out, positions, slots, cosines, sines, BM, BN,
+                                KIND, Q_HEADS, KV_HEADS, HEAD, WIDE, ROPE)  # fmt: skip
     source = rows
     if GATHER:
         source = tl.load(gather + rows)
     a = x + source[:, None].to(tl.int64) * ld_x + (first * part + ks)[None, :]
-    y = _chain(a, b, part // BK, BM, BN, BK, STAGES)
-    if PDL:
-        gdc_launch_dependents()
+    measured: tl.constexpr = NORM == NORMED
+    y, gram = _chain(a, b, hop // BK, hop, BM, BN, BK, CHAINS, measured,
+                     STAGES)  # fmt: skip
     last = True
     if SPLIT > 1:
         if FAN:
@@ -234,16 +263,20 @@ def linear_kernel(
                 tl.store(tickets + tile, 0)
         else:
             for s in range(1, SPLIT):
-                y += _chain(a + s * part, b + s * part, part // BK, BM, BN, BK, STAGES)
+                more, _ = _chain(a + s * part, b + s * part, part // BK, part, BM, BN, BK, 1, False,
+                                 STAGES)  # fmt: skip
+                y += more
     if last:
+        if measured:
+            y *= tl.math.rsqrt(_diagonal(gram, BM) / width + eps)[:, None]
         if NORM == KNOWN:
             y *= tl.load(factors + rows)[:, None]
-        base = tl.zeros((BM, BN), dtype=tl.float32)
-        if KIND == ADDED:
-            base = tl.load(out + rows[:, None].to(tl.int64) * ld_out + cols[None, :])
-        _finish(y, base, rows, cols, bias, out, low, ld_out, positions, slots, cosines, sines,
-                keys, values, query_norm, key_norm, eps, BM, BN, KIND, BIAS, Q_HEADS, KV_HEADS,
-                HEAD, WIDE, HEAD_LEVELS, ROPE, HEAD_NORM)  # fmt: skip
+        if not early:
+            one, two, slot = _early(rows, cols, out, ld_out, positions, slots, cosines, sines, BM,
+                                    BN, KIND, Q_HEADS, KV_HEADS, HEAD, WIDE, ROPE)  # fmt: skip
+        _finish(y, one, two, slot, rows, cols, bias, out, low, ld_out, keys, values, query_norm,
+                key_norm, eps, BM, BN, KIND, BIAS, Q_HEADS, KV_HEADS, HEAD, WIDE, HEAD_LEVELS,
+                ROPE, HEAD_NORM)  # fmt: skip
 
 
 @triton.jit
@@ -251,22 +284,59 @@ def factor_kernel(x, factors, gather, ld_x, width, eps, WIDTH: tl.constexpr,
                   GATHER: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """The factor of the norm: one program adds up one row."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0)
     source = tl.load(gather + row) if GATHER else row
     k = tl.arange(0, WIDTH)
-    values = tl.load(x + source.to(tl.int64) * ld_x + k, mask=k < width, other=0.0).to(tl.float32)
-    total = tl.sum(values * values, axis=0)
+    at = source.to(tl.int64) * ld_x + k
+    wide = tl.load(x + at, mask=k < width, other=0.0).to(tl.float32)
+    total = tl.sum(wide * wide, axis=0)
     tl.store(factors + row, tl.math.rsqrt(total / width + eps))
+
+
+@triton.jit
+def gram_factor_kernel(x, factors, gather, ld_x, hop, width, eps, BK: tl.constexpr,
+                       CHAINS: tl.constexpr, GATHER: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The factor of the norm for sixteen rows, added up as `linear_kernel` adds it."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    rows = tl.program_id(0) * 16 + tl.arange(0, 16)
+    source = tl.load(gather + rows) if GATHER else rows
+    a = x + source[:, None].to(tl.int64) * ld_x + tl.arange(0, BK)[None, :]
+    g0 = tl.zeros((16, 16), dtype=tl.float32)
+    g1, g2, g3 = g0, g0, g0
+    for _ in tl.range(0, hop // BK, num_stages=4):
+        left = tl.load(a)
+        g0 = tl.dot(left, tl.trans(left), g0)
+        if CHAINS > 1:
+            left = tl.load(a + hop)
+            g1 = tl.dot(left, tl.trans(left), g1)
+        if CHAINS > 2:
+            left = tl.load(a + 2 * hop)
+            g2 = tl.dot(left, tl.trans(left), g2)
+        if CHAINS > 3:
+            left = tl.load(a + 3 * hop)
+            g3 = tl.dot(left, tl.trans(left), g3)
+        a += BK
+    if CHAINS > 1:
+        g0 += g1
+    if CHAINS > 2:
+        g0 += g2
+    if CHAINS > 3:
+        g0 += g3
+    tl.store(factors + rows, tl.math.rsqrt(_diagonal(g0, 16) / width + eps))
 
 
 # --- shapes -----------------------------------------------------------------------------------------
 
+SHORT_ROWS = 64
+"""Up to so many rows, the product with a small matrix works out the norm's factor itself."""
 SMALL = 4 << 20
 """Matrices below so many elements are latency, not bandwidth: they are never split."""
-FULL = 120
-"""So many programs fill the card."""
+FULL = 180
+"""So many programs keep the memory of a card busy."""
 
 
 def up(value: int, unit: int) -> int:
@@ -279,9 +349,14 @@ def parts(outer: int, inner: int) -> int:
     if outer * inner < SMALL:
         return 1
     split = 1
-    while split < 8 and -(-outer // 128) * split < FULL and inner // STEP % (split * 2) == 0:
+    while split < 8 and -(-outer // 64) * split < FULL and inner // STEP % (split * 2) == 0:
         split *= 2
     return split
+
+
+def chains_of(inner: int) -> int:
+    """Into how many chains the sums of a small matrix fall. Part of every result's bits."""
+    return next(count for count in (4, 3, 2, 1) if inner // STEP % count == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,20 +368,24 @@ class Tiles:
     fan: bool
     warps: int
     stages: int
+    prefetch: bool = True
 
 
 def tiles(outer: int, inner: int, rows: int, *, least: int = 16) -> Tiles:
     """Tiles for a weight of this shape. `rows` is a multiple of 16; `least` columns stay together."""
     if outer * inner < SMALL:
-        bm = 32 if rows % 32 == 0 else 16
-        bn = (32 if outer >= 2048 else 16) if rows <= 128 else 64
-        return Tiles(bm, max(bn, least), False, 8, 1)
+        if rows > 128:
+            return Tiles(64 if rows % 64 == 0 else 16, max(64, least), False, 4, 2)
+        bm = min(rows, 64)
+        return Tiles(bm, max(32 if outer >= 2048 else 16, least), False, 2 if bm == 16 else 4, 3)
     if rows <= 64:
         bm = rows if rows in (16, 32, 64) else 16
-        return Tiles(bm, max(128, least), True, 4, 4)
+        if outer < 16384 and least <= 64:
+            return Tiles(bm, 64, True, 4, 5, prefetch=False)
+        return Tiles(bm, max(128, least), True, 8 if bm == 64 else 4, 4, prefetch=False)
     bm = 128 if rows % 128 == 0 else 64 if rows % 64 == 0 else 16
     many = rows // bm * -(-outer // 128)
-    return Tiles(bm, max(128, least), many < FULL, 8 if bm >= 64 else 4, 3)
+    return Tiles(bm, max(128, least), many < FULL, 8 if bm >= 64 else 4, 5, prefetch=False)
 
 
 @dataclass(slots=True)
@@ -335,7 +414,7 @@ class Matrix:
         moved = weight.to(device)
         if norm is not None:
             moved = moved.float() * norm.to(device, torch.float32)
-        tall, wide = up(outer, 128), up(inner, STEP * split)
+        tall, wide = up(outer, 256), up(inner, STEP)
         if (tall, wide) == (outer, inner):
             packed = moved.to(dtype).contiguous()
         else:
@@ -439,25 +518,31 @@ def linear(
         none if out is None else out, none if low is None else low,
     )  # fmt: skip
     chooser = none if gather is None else gather
-    if matrix.outer * inner < SMALL:
-        short_kernel[(tiles_m * columns,)](
-            x, matrix.weight, *ends, chooser, *turning,
-            tiles_m, x.stride(0), result.stride(0), inner, float(matrix.inner), eps,
-            LANES=128, ITER=-(-inner // 1024), NORM=UNSCALED if norm is None else NORMED,
-            **common, **launch,
-        )  # fmt: skip
-        return
+    small, how = matrix.outer * inner < SMALL, UNSCALED
+    chains = chains_of(inner) if small else 1
+    hop = inner // split // chains
+    step = 2 * STEP if small and chosen.bm == 16 and hop % (2 * STEP) == 0 else STEP
     if norm is not None:
+        how = NORMED
         extra = {"launch_pdl": True} if pdl else {}
-        factor_kernel[(rows,)](
-            x, scratch.factors, chooser, x.stride(0), matrix.inner, eps,
-            WIDTH=triton.next_power_of_2(matrix.inner), GATHER=gather is not None, PDL=pdl,
-            num_warps=8, enable_fp_fusion=False, **extra,
-        )  # fmt: skip
+        options = {"GATHER": gather is not None, "PDL": pdl, "enable_fp_fusion": False, **extra}
+        if small and rows > SHORT_ROWS:
+            how = KNOWN
+            gram_factor_kernel[(rows // 16,)](
+                x, scratch.factors, chooser, x.stride(0), hop,
+                float(matrix.inner), eps, BK=STEP, CHAINS=chains, num_warps=2, **options,
+            )  # fmt: skip
+        elif not small:
+            how = KNOWN
+            factor_kernel[(rows,)](
+                x, scratch.factors, chooser, x.stride(0), matrix.inner, eps,
+                WIDTH=triton.next_power_of_2(matrix.inner), num_warps=8, **options,
+            )  # fmt: skip
     fan = chosen.fan and rows * columns * split * chosen.bn <= len(scratch.partial)
+    lines = min(triton.next_power_of_2(-(-inner // split // 64)), 64) if chosen.prefetch else 0
     linear_kernel[(tiles_m * columns * (split if fan else 1),)](
         x, matrix.weight, *ends, scratch.factors, chooser, scratch.partial, scratch.tickets,
-        *turning, tiles_m, x.stride(0), result.stride(0), inner // split, eps,
-        BK=STEP, SPLIT=split, FAN=fan, NORM=UNSCALED if norm is None else KNOWN,
-        STAGES=chosen.stages, **common, **launch,
+        *turning, tiles_m, x.stride(0), result.stride(0), inner // split, hop,
+        float(matrix.inner), eps, BK=step, SPLIT=split, FAN=fan, NORM=how, CHAINS=chains,
+        LINES=lines, STAGES=chosen.stages, **common, **launch,
     )  # fmt: skip

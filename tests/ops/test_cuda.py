@@ -1,0 +1,273 @@
+"""The operations on a card: near the reference, and a row's bits depend on that row alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outstride.core.graph import TokenGraph, block, chain, tree, union
+from outstride.core.proposal import Wants
+from outstride.core.sampling import Draw, Purpose, Rules, best
+from outstride.models.config import DecoderConfig, RopeConfig
+from outstride.models.decoder import Decoder
+from outstride.ops.contract import Model, Ops
+from outstride.ops.cuda import available
+from tests.models import test_invariance as invariance
+from tests.models.drive import Hand, logits, random_decoder, tiny, tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not available(), reason="needs an NVIDIA card and Triton"),
+]
+
+PAGES = invariance.PAGES
+CONFIGS = invariance.CONFIGS
+
+
+def on_card(
+    config: DecoderConfig, *, options: dict[str, Any] | None = None, **more: Any
+) -> Decoder:
+    def make(model: Model) -> Ops:
+        from outstride.ops.cuda import Cuda
+
+        return Cuda(model, **(options or {}))
+
+    return random_decoder(config, make_ops=make, **more)
+
+
+@pytest.fixture(params=CONFIGS, scope="module")
+def model(request: pytest.FixtureRequest) -> Iterator[Decoder]:
+    made = on_card(CONFIGS[request.param])
+    yield made
+    made.close()
+
+
+# Every test of the reference's invariance, on the card: they ask for a `model`, which is ours here.
+globals().update(
+    {
+        name: test
+        for name, test in vars(invariance).items()
+        if name.startswith("test_") and "model" in test.__annotations__
+    }
+)
+
+# --- against the reference --------------------------------------------------------------------------
+
+GRAPHS: dict[str, Callable[[int], TokenGraph]] = {
+    "chain": lambda at: chain(tokens(9, seed=1), at),
+    "tree": lambda at: tree(tokens(9, seed=1), [-1, 0, 0, 1, 1, 2, -1, 6, 7], at),
+    "block": lambda at: block(tokens(20, seed=1), at),
+    "rivals": lambda at: union(chain([3, 4], at), block([5, 6], at), chain([7], at)),
+    "probes": lambda at: chain([5, 6, 7], positions=[max(at - 30, 0), max(at - 1, 0), at]),
+    "long chain": lambda at: chain(tokens(130, seed=1), at),
+}
+
+
+@pytest.mark.parametrize("context", [0, 1, 63, 64, 130])
+def test_logits_are_near_the_reference(model: Decoder, context: int) -> None:
+    exact = random_decoder(model.config, pages=64)
+    hands = Hand(exact, PAGES * 2), Hand(model, PAGES * 2)
+    if context:
+        for hand in hands:
+            hand.read(tokens(context))
+    for name, build in GRAPHS.items():
+        right, got = (logits(hand.run(build(context))) for hand in hands)
+        assert np.isfinite(got).all(), name
+        error = np.linalg.norm(got - right) / np.linalg.norm(right)
+        assert error < 0.04, (name, error)  # bf16, and weights that make attention sharp
+    exact.close()
+
+
+SHAPES = {
+    "135M": tiny(
+        vocab_size=5000, hidden_size=576, intermediate_size=1536, heads=9, kv_heads=3, head_dim=64
+    ),
+    "split": tiny(
+        vocab_size=5000, hidden_size=2048, intermediate_size=4096, heads=16, kv_heads=4,
+        head_dim=128, context=2048,
+    ),
+    "split norms": tiny(
+        vocab_size=5000, hidden_size=2048, intermediate_size=4096, heads=32, kv_heads=2,
+        head_dim=64, head_norms=True, qkv_bias=True, rope=RopeConfig(theta=1e6),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=SHAPES, scope="module")
+def large(request: pytest.FixtureRequest) -> Iterator[Decoder]:
+    made = on_card(SHAPES[request.param], pages=512)
+    yield made
+    made.close()
+
+
+def test_large_matrices_are_near_the_reference(large: Decoder) -> None:
+    exact = random_decoder(large.config, pages=64)
+    prompt = tokens(150, vocab=5000)
+    right, got = Hand(exact, PAGES).read(prompt), Hand(large, PAGES).read(prompt)
+    assert np.linalg.norm(got - right) / np.linalg.norm(right) < 0.02
+    exact.close()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 300])
+def test_rows_in_any_number(large: Decoder, rows: int) -> None:
+    """The same nodes in a pass of any size, recorded or not, get the same bits."""
+    prompt = tokens(300, vocab=5000)
+    whole = Hand(large, list(range(20))).read(prompt)
+    hand = Hand(large, list(range(100, 120)))
+    assert np.array_equal(hand.read(prompt, rows), whole)
+
+
+def test_one_row_among_63_others(large: Decoder) -> None:
+    hands = [Hand(large, list(range(i * 7, i * 7 + 7))) for i in range(64)]
+    for i, hand in enumerate(hands):
+        hand.read(tokens(1 + 97 * i % 90, seed=i, vocab=5000))
+    nodes = [chain([i], len(hand.positions)) for i, hand in enumerate(hands)]
+    for _ in range(3):
+        works = [hand.work(node) for hand, node in zip(hands, nodes, strict=True)]
+        together = [logits(s) for s in large.forward(works).wait()]
+        for i in range(0, 64, 5):
+            assert np.array_equal(logits(hands[i].run(nodes[i])), together[i])
+
+
+def test_a_long_context_is_shared_out(large: Decoder) -> None:
+    """Blocks of one sequence over many programs, and of many sequences over one each."""
+    hand = Hand(large, list(range(40, 70)))
+    prompt = tokens(400, vocab=5000)
+    hand.read(prompt, 128)
+    node = chain([7], 400)
+    alone = logits(hand.run(node))
+    others = [Hand(large, list(range(70 + i * 27, 97 + i * 27))) for i in range(15)]
+    for i, other in enumerate(others):
+        other.read(tokens(400, seed=i, vocab=5000), 128)
+    crowd = [hand.work(node), *(other.work(node) for other in others)]
+    assert np.array_equal(logits(large.forward(crowd * 8).wait()[0]), alone)
+
+
+def test_the_same_pass_again_and_again(large: Decoder) -> None:
+    """A race would show as bits that change from run to run."""
+    hand = Hand(large, list(range(40, 70)))
+    hand.read(tokens(200, vocab=5000))
+    for count in (1, 16, 40, 64, 128):
+        graph = chain(tokens(count, seed=count, vocab=5000), 200)
+        first = logits(hand.run(graph))
+        for _ in range(12):
+            assert np.array_equal(logits(hand.run(graph)), first)
+
+
+# --- the choice of tokens ---------------------------------------------------------------------------
+
+DRAWS = {
+    "greedy": Draw(),
+    "sampled": Draw(temperature=0.8, seed=7),
+    "hot": Draw(temperature=1.0, seed=2**63 + 12345, index=3),
+    "drafted": Draw(temperature=1.3, seed=7, purpose=Purpose.DRAFT),
+    "top k": Draw(temperature=0.8, top_k=5, seed=7),
+    "top p": Draw(temperature=1.0, top_p=0.9, seed=7),
+    "min p": Draw(temperature=1.0, min_p=0.1, seed=7),
+    "all": Draw(temperature=1.2, top_k=40, top_p=0.8, min_p=0.01, seed=9),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_tokens_are_chosen_by_the_rule(large: Decoder, name: str) -> None:
+    draw, hand = DRAWS[name], Hand(large, list(range(40)))
+    graph = chain(tokens(100, seed=5, vocab=5000))
+    every = tuple(range(100))
+    rows = logits(hand.run(graph, Wants(nodes=every, logits=True)))
+    got = hand.run(graph, Wants(nodes=every), draw=draw)
+    right = [int(best(row, draw, i + 1)[0]) for i, row in enumerate(rows)]
+    assert got.best[:, 0].tolist() == right
+
+
+def test_requests_of_all_kinds_share_a_pass(large: Decoder) -> None:
+    hands = [Hand(large, list(range(i * 4, i * 4 + 4))) for i in range(6)]
+    graph, every = chain(tokens(9, seed=5, vocab=5000)), tuple(range(9))
+    kinds: list[dict[str, Any]] = [
+        {"wants": Wants(nodes=every)},
+        {"wants": Wants(nodes=every), "draw": DRAWS["all"]},
+        {"wants": Wants(nodes=every, logprobs=2)},
+        {"wants": Wants(nodes=every, rows=True, best=3), "draw": DRAWS["sampled"]},
+        {"wants": Wants(nodes=every), "rules": {i: Rules(added={1: 50.0}) for i in range(9)}},
+        {"wants": Wants(nodes=())},
+    ]
+    alone = [hand.run(graph, **kind) for hand, kind in zip(hands, kinds, strict=True)]
+    works = [hand.work(graph, **kind) for hand, kind in zip(hands, kinds, strict=True)]
+    for one, other in zip(alone, large.forward(works).wait(), strict=True):
+        assert np.array_equal(one.best, other.best)
+        assert one.logprobs == other.logprobs
+    assert (alone[4].best == 1).all()
+    assert alone[5].best.shape == (0, 1)
+
+
+# --- what lasts longer than a pass ------------------------------------------------------------------
+
+
+def test_features_follow_their_entries() -> None:
+    model = on_card(tiny(), features=(0, 2))
+    hand = Hand(model, PAGES)
+    graph = tree(tokens(6, seed=1), [-1, 0, 0, 2, 2, 4], 0)
+    wants = Wants(nodes=(), hidden=(0, 2))
+    for _ in range(3):  # recorded or not
+        states = hand.run(graph, wants).hidden
+        hand.run(graph)
+    kept = [0, 2, 4, 5]
+    hand.keep(graph, kept)
+    for place, node in enumerate(kept):
+        both = np.concatenate([states[0][node], states[2][node]])
+        assert np.array_equal(model.feature(hand.table, place), both)
+    model.close()
+
+
+def test_moves_read_before_they_write() -> None:
+    model = on_card(tiny())
+    hand = Hand(model, PAGES)
+    prompt = tokens(20)
+    before = hand.read(prompt)
+    slots = np.asarray([hand.slot(i) for i in range(20)])
+    model.move(slots, np.roll(slots, 1))
+    model.move(np.roll(slots, 1), slots)
+    assert np.array_equal(hand.read(tokens(3)), Hand(model, PAGES).read(prompt + tokens(3))[20:])
+    assert np.isfinite(before).all()
+    model.close()
+
+
+def test_extra_rows() -> None:
+    model = on_card(tiny())
+    hand = Hand(model, PAGES)
+    plain = logits(hand.run(block([1, 2], 0)))
+    rows = torch.zeros(2, 48)
+    first = model.add_rows(rows)
+    assert (first, model.add_rows(rows)) == (97, 99)
+    for _ in range(3):
+        assert np.array_equal(logits(hand.run(block([1, 2], 0))), plain)
+        assert not np.array_equal(logits(hand.run(block([1, first], 0))), plain)
+    model.close()
+
+
+def test_recorded_passes_are_ordinary_ones() -> None:
+    switches = itertools.product((True, False), (True, False))
+    models = [
+        on_card(SHAPES["135M"], options={"graphs": graphs, "pdl": pdl}) for graphs, pdl in switches
+    ]
+    found = []
+    for model in models:
+        hand = Hand(model, PAGES)
+        hand.read(tokens(50, vocab=5000))
+        graph = chain(tokens(5, seed=1, vocab=5000), 50)
+        found += [logits(hand.run(graph)) for _ in range(4)]
+        model.close()
+    assert all(np.array_equal(one, found[0]) for one in found)
+
+
+def test_passes_larger_than_all_before() -> None:
+    model = on_card(replace(tiny(), context=2048), pages=160)
+    prompt = tokens(1300)
+    whole = Hand(model, list(range(90))).read(prompt)
+    assert np.array_equal(Hand(model, list(range(90))).read(prompt, 500), whole)
+    model.close()
