@@ -33,9 +33,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """From the top. A layer may import itself and what lies below it; never a neighbour."""
 
-OPTIONAL = {"triton": ("ops",), "llama_cpp": ("bench",)}
-"""Packages that a layer may use where they are installed: torch for GPUs brings the one, `make bench`
-the other."""
+OPTIONAL = {"triton": ("ops",), "llama_cpp": ("bench",), "transformers": ("bench",)}
+"""Packages that a layer may use where they are installed: torch for GPUs brings the first, the others
+are peers to measure against."""
 ONLY_FROM = {
     "registry": {"draft", "accept", "llm", "outstride", "serve", "bench", "train", "cli"},
     "config": {"draft", "accept", "llm", "outstride", "serve", "bench", "train", "cli"},

@@ -74,6 +74,12 @@ def add(commands: Any) -> None:
         help="compare with llama.cpp on the same GGUF file instead: passes, generation, start, "
         "memory and host work, beside what each must be",
     )
+    step.add_argument(
+        "--device",
+        choices=("auto", "cuda"),
+        default="auto",
+        help="cuda: measure an NVIDIA card beside transformers and beside what each figure must be",
+    )
     output(step)
     step.set_defaults(action=run_step)
     fidelity = kinds.add_parser(
@@ -126,6 +132,8 @@ def run_step(args: argparse.Namespace, context: Context) -> int:
     """Measures passes."""
     if args.against is not None:
         return run_against(args, context)
+    if args.device == "cuda":
+        return run_card(args)
     from outstride.bench import step
     from outstride.bench.result import BenchResult
 
@@ -221,6 +229,29 @@ def run_against(args: argparse.Namespace, context: Context) -> int:
         with screen.bar("both sides in turns") as progress:
             report = peers.compare(llm, path, repeat=args.repeat, progress=progress)
         report.rows += [*started, *peers.host(llm)]
+    settings["load average at the end"] = peers.load_average()
+    result.finish(report.samples(), report.summary())
+    if not args.json:
+        _print_peers(report, result)
+    deliver(result, args)
+    print(result.to_json(), flush=True)
+    return 0
+
+
+def run_card(args: argparse.Namespace) -> int:
+    """Measures an NVIDIA card."""
+    from outstride.bench import card, peers
+    from outstride.bench.result import BenchResult
+
+    settings = {
+        "model": args.model,
+        "against": "transformers",
+        "threads": peers.cores(),
+        "load average": peers.load_average(),
+    }
+    result = BenchResult("card", settings)
+    with screen.bar("parts") as progress:
+        report = card.compare(args.model, progress=progress)
     settings["load average at the end"] = peers.load_average()
     result.finish(report.samples(), report.summary())
     if not args.json:

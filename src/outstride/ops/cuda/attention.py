@@ -172,7 +172,6 @@ def keep_kernel(x, slots, features, ld, ld_features, width, WIDTH: tl.constexpr)
 
 
 WARPS = {16: 8, 64: 8, 128: 8}
-STAGES = {16: 2, 64: 2}
 """By query rows of a tile."""
 PARTIAL = 32 << 20
 """Numbers that partial results may take."""
@@ -212,7 +211,8 @@ def attend(
     """One layer's attention, as described by `words`; `rows` query rows to a tile."""
     extra = {"launch_pdl": True} if pdl else {}
     warps = 4 if rows == 64 and not splits else WARPS.get(rows, 8)
-    stages, folds = STAGES.get(rows, 2), 4 if rows < 64 else 2
+    stages = 1 if rows < 64 and splits else 2
+    folds = 4 if rows < 64 else 2
     attention_kernel[(programs,)](
         queries, keys, values, out, items, words, room.mixed, room.peaks, room.sums, room.tickets,
         head**-0.5 * 1.4426950408889634, 1 << 30 if window is None else window, out.stride(0),

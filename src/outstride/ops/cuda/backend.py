@@ -358,7 +358,17 @@ class Cuda(Ops):
 
     def output(self, layer: int, x: Rows, mixed: torch.Tensor, batch: Batch) -> Rows:
         rows, weights = batch.layout.rows, self._layers[layer]
-        linear(weights.output, mixed, rows, ADDED, self._scratch, out=x.x, low=x.low, pdl=self._pdl)
+        linear(
+            weights.output,
+            mixed,
+            rows,
+            ADDED,
+            self._scratch,
+            out=x.x,
+            low=x.low,
+            pdl=self._pdl,
+            ahead=rows <= SIZES[-1],  # attention leaves the memory idle
+        )
         return x
 
     def mlp(self, layer: int, x: Rows, batch: Batch) -> Rows:

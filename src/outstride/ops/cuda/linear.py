@@ -483,9 +483,13 @@ def linear(
     gather: torch.Tensor | None = None,
     turn: Turn | None = None,
     pdl: bool = False,
+    ahead: bool = False,
     layout: Tiles | None = None,
 ) -> None:
-    """The product of `rows` rows (a multiple of 16) with a matrix; `norm` is the norm's epsilon."""
+    """The product of `rows` rows (a multiple of 16) with a matrix; `norm` is the norm's epsilon.
+
+    ahead: the weights are worth asking for while the kernel before is still running.
+    """
     least = turn.wide if turn is not None and turn.query_norm is not None else 16
     split, outer, inner = matrix.split, up(matrix.outer, 16), matrix.weight.shape[1]
     chosen = layout or tiles(matrix.outer, inner, rows, least=least)
@@ -539,7 +543,9 @@ def linear(
                 WIDTH=triton.next_power_of_2(matrix.inner), num_warps=8, **options,
             )  # fmt: skip
     fan = chosen.fan and rows * columns * split * chosen.bn <= len(scratch.partial)
-    lines = min(triton.next_power_of_2(-(-inner // split // 64)), 64) if chosen.prefetch else 0
+    lines = (
+        min(triton.next_power_of_2(-(-inner // split // 64)), 64) if chosen.prefetch or ahead else 0
+    )
     linear_kernel[(tiles_m * columns * (split if fan else 1),)](
         x, matrix.weight, *ends, scratch.factors, chooser, scratch.partial, scratch.tickets,
         *turning, tiles_m, x.stride(0), result.stride(0), inner // split, hop,

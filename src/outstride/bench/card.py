@@ -1,0 +1,346 @@
+"""Passes and generation on an NVIDIA card, beside what they must be and beside transformers.
+
+A pass is timed twice: on the card (between two events, with everything launched before the first of
+them comes to pass) and as the host sees it. The large model has the shape of Llama 3 8B and random
+weights; what its passes cost does not depend on what is in them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from outstride.bench.peers import Bound, PeerReport, Row
+from outstride.core.contracts import Work
+from outstride.core.graph import chain
+from outstride.core.params import SamplingParams
+from outstride.core.proposal import Proposal, Wants
+from outstride.core.sequence import Table
+from outstride.errors import OutstrideError
+
+if TYPE_CHECKING:
+    from outstride.models.decoder import Decoder
+    from outstride.models.load import Loaded
+
+CACHED, LARGE_CACHED, PROMPT, OUTPUT, CROWD = 512, 1024, 4096, 128, 64
+KNOWN = {"alone": 51.0, "crowd": 770.0}
+"""Tokens per second of transformers on an H200, where it is not installed."""
+
+
+def on_card(name: str, *, pages: int | None = None) -> Loaded:
+    """A model and its tokenizer, on the card."""
+    from outstride.models import load
+    from outstride.models.decoder import Decoder
+    from outstride.ops.cuda import available
+
+    if not available():
+        raise OutstrideError("there is no NVIDIA card here, or Triton is missing")
+    from outstride.ops.cuda import Cuda
+
+    path = load.locate(name)
+    read = load._from_folder if path.is_dir() else load._from_gguf
+    config, tensors, tokenizer = read(path)
+    if pages is None:
+        pages = max(CROWD * 1024, 2 * config.context) // load.PAGE_SIZE
+    model = Decoder.from_tensors(
+        config, tensors(), pages=pages, page_size=load.PAGE_SIZE, make_ops=Cuda
+    )
+    return load.Loaded(model, tokenizer, name, min(config.context, pages * load.PAGE_SIZE), path)
+
+
+def large() -> Decoder:
+    """A decoder of the shape of Llama 3 8B with random weights, made on the card."""
+    import torch
+
+    from outstride.models.config import DecoderConfig, RopeConfig
+    from outstride.models.decoder import Decoder
+    from outstride.ops.contract import LayerWeights, Model
+    from outstride.ops.cuda import Cuda
+
+    config = DecoderConfig(
+        architecture="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336,
+        layers=32, heads=32, kv_heads=8, head_dim=128, context=8192, norm_eps=1e-5,
+        rope=RopeConfig(theta=500000.0), rope_layers=(True,) * 32, windows=(None,) * 32,
+    )  # fmt: skip
+
+    def weight(outer: int, inner: int) -> torch.Tensor:
+        made = torch.randn(outer, inner, device="cuda", dtype=torch.bfloat16)
+        return made.mul_(inner**-0.5)
+
+    def norm() -> torch.Tensor:
+        return torch.ones(4096, device="cuda")
+
+    def layer() -> LayerWeights:
+        return LayerWeights(
+            norm(), weight(6144, 4096), None, None, None, weight(4096, 4096), None,
+            norm(), weight(28672, 4096), None, weight(4096, 14336), None,
+        )  # fmt: skip
+
+    pages = 512
+    model = Model(
+        shape=config, embedding=weight(128256, 4096), layers=[layer() for _ in range(32)],
+        norm=norm(), head=weight(128256, 4096), slots=pages * 16, page_size=16,
+    )  # fmt: skip
+    return Decoder(config, Cuda(model), "random", pages=pages, page_size=16)
+
+
+class Bench:
+    """Passes of one model, driven by hand."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self._random = np.random.default_rng(0)
+
+    def tokens(self, count: int) -> list[int]:
+        return [int(t) for t in self._random.integers(self.model.vocab_size, size=count)]
+
+    def work(self, table: Table, nodes: int, last: bool = False) -> Work:
+        """A chain behind what a table holds; all of it scored, or the last node alone."""
+        entries = np.arange(len(table), len(table) + nodes)
+        slots = np.asarray(table.pages, dtype=np.int64)[entries // 16] * 16 + entries % 16
+        wants = Wants(nodes=(nodes - 1,)) if last else Wants()
+        graph = chain(self.tokens(nodes), len(table))
+        return Work(Proposal(graph, given=1, wants=wants), table, slots)
+
+    def filled(self, first_page: int, cached: int, room: int) -> Table:
+        """A table with real entries, and pages for more."""
+        pages = list(range(first_page, first_page + (cached + room) // 16 + 1))
+        table = Table(pages=pages)
+        self.model.forward([self.work(table, cached, last=True)]).wait()
+        table.positions = list(range(cached))
+        return table
+
+    def on_card(self, work: Sequence[Work], repeat: int = 50) -> list[float]:
+        """Seconds between events; a nap before the first lets the host get ahead."""
+        import torch
+
+        found, nap = [], cast("Callable[[int], None]", torch.cuda._sleep)
+        for _ in range(repeat + 4):
+            nap(6_000_000)
+            first, last = _events()
+            first.record()
+            under_way = self.model.forward(work)
+            last.record()
+            under_way.wait()
+            last.synchronize()
+            found.append(first.elapsed_time(last) / 1e3)
+        return found[4:]
+
+    def on_host(self, work: Sequence[Work], repeat: int = 50) -> list[float]:
+        return timed(lambda: self.model.forward(work).wait(), repeat)
+
+
+def timed(call: Callable[[], object], repeat: int, warmups: int = 4) -> list[float]:
+    found = []
+    for _ in range(repeat + warmups):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return found[warmups:]
+
+
+def _events() -> tuple[Any, Any]:
+    import torch
+
+    make = cast("Callable[..., Any]", torch.cuda.Event)
+    return make(enable_timing=True), make(enable_timing=True)
+
+
+def ceilings() -> tuple[float, float]:
+    """Bytes per second of a copy (read and written), and operations per second of a product."""
+    import torch
+
+    def seconds(call: Callable[[], object], count: int = 10) -> float:
+        for _ in range(3):
+            call()
+        first, last = _events()
+        first.record()
+        for _ in range(count):
+            call()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3 / count
+
+    def copied() -> float:
+        source = torch.randn(1 << 29, device="cuda")
+        target = torch.empty_like(source)
+        return 2 * source.numel() * 4 / seconds(lambda: target.copy_(source))
+
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    return copied(), 2 * 8192**3 / seconds(lambda: square @ square)
+
+
+def _row(name: str, seconds: list[float], bound: Bound | None = None, over: float = 1.0) -> Row:
+    value = median(seconds) / over
+    unit = "ms" if over == 1.0 else "x"
+    scale = 1e3 if over == 1.0 else 1.0
+    return Row(name, unit, value * scale, None, bound, raw={"ours": seconds})
+
+
+def passes(loaded: Loaded) -> list[Row]:
+    """One node and sixty-four behind cached entries."""
+    bench = Bench(loaded.model)
+    table = bench.filled(0, CACHED, 128)
+    one, many = bench.work(table, 1), bench.work(table, 64)
+    alone = bench.on_card([one])
+    together = bench.on_card([many])
+    tables = [bench.filled(48 * (i + 1), CACHED, 16) for i in range(CROWD)]
+    crowd = [bench.work(t, 1) for t in tables]
+    at_most = Bound(0.60, of="value")
+    return [
+        _row(f"pass over 1 node, {CACHED} cached, on the card", alone, at_most),
+        _row("the same as the host sees it", bench.on_host([one])),
+        _row("pass over 64 nodes, of 1 node", together, Bound(1.25, of="value"), median(alone)),
+        _row("pass over 64 nodes as the host sees it", bench.on_host([many])),
+        _row(f"{CROWD} sequences of 1 node, on the card", bench.on_card(crowd)),
+        _row(f"{CROWD} sequences of 1 node as the host sees it", bench.on_host(crowd)),
+    ]
+
+
+def generation(loaded: Loaded) -> list[Row]:
+    """Tokens per second under `plain`, beside transformers where it is installed."""
+    from outstride.llm import LLM
+
+    theirs = transformers(loaded)
+    rows = []
+    with LLM(loaded, max_sequences=CROWD) as llm:
+        prompts = [f"Write a short story about number {i}." for i in range(CROWD)]
+
+        def rate(count: int, **options: Any) -> tuple[float, list[float]]:
+            params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, **options)
+            found = timed(lambda: llm.generate(prompts[:count], params), 5, warmups=2)
+            return count * OUTPUT / median(found), found
+
+        bound = Bound(25, most=False)
+        for name, count, key in (
+            ("one request", 1, "alone"),
+            (f"{CROWD} requests", CROWD, "crowd"),
+        ):
+            ours, found = rate(count)
+            title = f"greedy, {name}, plain"
+            raw = {"ours": found}
+            rows.append(Row(title, "tok/s", ours, theirs[key], bound, "transformers", raw))
+        ours, found = rate(1, temperature=0.8, top_p=0.95, seed=1)
+        rows.append(Row("sampled (0.8, top-p 0.95), one request", "tok/s", ours))
+    return rows
+
+
+def transformers(loaded: Loaded) -> dict[str, float]:
+    """Tokens per second of its `generate`, alone and with a batch."""
+    import importlib
+
+    try:
+        library = importlib.import_module("transformers")
+        importlib.import_module("gguf")
+    except ImportError:
+        return KNOWN
+    import torch
+
+    path, source = loaded.path, {}
+    if path.is_file():
+        path, source = path.parent, {"gguf_file": loaded.path.name}
+    model = library.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **source)
+    model = model.to("cuda").eval()
+    found = {}
+    for key, count, steps in (("alone", 1, 64), ("crowd", CROWD, 64)):
+        ids = torch.randint(100, 40000, (count, 16), device="cuda")
+        options = {"do_sample": False, "min_new_tokens": steps, "max_new_tokens": steps}
+        mask = torch.ones_like(ids)
+        model.generate(ids, attention_mask=mask, **options)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        model.generate(ids, attention_mask=mask, **options)
+        torch.cuda.synchronize()
+        found[key] = count * steps / (time.perf_counter() - start)
+    del model
+    torch.cuda.empty_cache()
+    return found
+
+
+def large_passes() -> list[Row]:
+    """The large shape: one node, sixty-four, and a prompt."""
+    import torch
+
+    copied, multiplied = ceilings()
+    model = large()
+    bench = Bench(model)
+    config = model.config
+    matrices = config.hidden_size * (
+        (config.heads + 2 * config.kv_heads + config.heads) * config.head_dim
+        + 3 * config.intermediate_size
+    )
+    read = 2 * (config.layers * matrices + config.vocab_size * config.hidden_size) / copied
+    table = bench.filled(0, LARGE_CACHED, 128)
+    alone = bench.on_card([bench.work(table, 1)], 20)
+    together = bench.on_card([bench.work(table, 64)], 20)
+    prompt = bench.work(Table(pages=list(range(100, 100 + PROMPT // 16))), PROMPT, last=True)
+    reading = bench.on_card([prompt], 3)
+    attention = 2 * PROMPT * PROMPT * config.heads * config.head_dim * config.layers
+    work = 2 * PROMPT * config.layers * matrices + attention
+    share = work / median(reading) / multiplied
+    model.close()
+    del model, bench
+    torch.cuda.empty_cache()
+    name = f"8B shape, 1 node, {LARGE_CACHED} cached"
+    return [
+        Row("copy", "TB/s", copied / 1e12),
+        Row("bf16 products", "TFLOP/s", multiplied / 1e12),
+        _row(name, alone),
+        _row(f"{name}, of reading its weights", alone, Bound(1.25, of="value"), read),
+        _row("8B shape, 64 nodes", together),
+        _row("8B shape, 64 nodes, of 1 node", together, Bound(1.2, of="value"), median(alone)),
+        _share(share, reading),
+    ]
+
+
+def _share(share: float, seconds: list[float]) -> Row:
+    bound = Bound(0.4, most=False, of="value")
+    name = f"8B shape, prompt of {PROMPT}"
+    return Row(name, "of the bf16 rate", share, None, bound, raw={"ours": seconds})
+
+
+def starts(name: str) -> list[Row]:
+    """From process start to the first token, the second time."""
+    command = [sys.executable, "-m", "outstride.bench.card", name]
+    found = []
+    for _ in range(2):
+        start = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=dict(os.environ))
+        found.append(time.perf_counter() - start)
+    bound = Bound(8.0, of="value")
+    return [Row("second start to first token", "s", found[1], None, bound, raw={"ours": found})]
+
+
+def compare(name: str, *, progress: Callable[[int, int], None] | None = None) -> PeerReport:
+    """All rows of the table for a card."""
+    report = PeerReport(peer={"version": "transformers"})
+    loaded = on_card(name)
+    parts: list[Callable[[], list[Row]]] = [
+        lambda: passes(loaded),
+        lambda: generation(loaded),
+        large_passes,
+        lambda: starts(name),
+    ]
+    for i, part in enumerate(parts):
+        report.rows += part()
+        if progress is not None:
+            progress(i + 1, len(parts))
+    return report
+
+
+def _first_token(name: str) -> None:
+    from outstride.llm import LLM
+
+    with LLM(on_card(name), max_sequences=4) as llm:
+        print(llm.generate(["Why is the sky blue?"], SamplingParams(max_tokens=1))[0].text)
+
+
+if __name__ == "__main__":
+    _first_token(sys.argv[1])
