@@ -11,9 +11,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from outstride.errors import DownloadFailed, ModelNotFound, UnsupportedModel
+from outstride.errors import DownloadFailed, InvalidParams, ModelNotFound, UnsupportedModel
 from outstride.models import load as loading
-from outstride.models.load import aliases, default_pages, load, locate
+from outstride.models.load import aliases, choose_weights, default_pages, load, locate
 from tests.models.checkpoints import make, save
 from tests.models.drive import tiny
 
@@ -77,3 +77,15 @@ def test_importing_the_loader_is_light() -> None:
     code = f"import sys, outstride.models.load; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_weights_formats_that_are_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidParams, match="int8, fp32, bf16"):
+        load("smollm2", weights="fp8")
+    monkeypatch.setattr("outstride.ops.cuda.available", lambda: False)
+    with pytest.raises(UnsupportedModel, match="NVIDIA card"):
+        load("smollm2", weights="bf16")
+    monkeypatch.setattr("outstride.ops.cpu.native.library_path", lambda: None)
+    with pytest.raises(UnsupportedModel, match="compiler"):
+        load("smollm2", weights="int8")
+    assert choose_weights("auto") == choose_weights("fp32") == "fp32"

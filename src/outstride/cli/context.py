@@ -39,10 +39,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights",
-        choices=("auto", "int8", "fp32"),
+        choices=("auto", "int8", "fp32", "bf16"),
         default="auto",
-        help="format to compute in: int8 needs the native kernels, fp32 is the torch reference "
-        "(default auto: int8 where the kernels were built)",
+        help="format to compute in: int8 on native CPU kernels, fp32 on the torch reference, bf16 on "
+        "an NVIDIA card (default auto: int8 where the kernels were built)",
     )
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     ReadTensors: TypeAlias = Callable[[], dict[str, torch.Tensor]]
 
-WEIGHTS = ("auto", "int8", "fp32")
+WEIGHTS = ("auto", "int8", "fp32", "bf16")
 """Formats that a pass can compute in."""
 PAGE_SIZE = 16
 _POOL = 16_384
@@ -73,21 +73,27 @@ def load(
 ) -> Loaded:
     """Finds, fetches if need be, checks and loads a model.
 
-    weights: the format to compute in, `fp32` (torch, the reference) or `int8` (native kernels);
-    `auto` takes int8 where the kernels were built and says so where they were not.
+    weights: the format to compute in, `int8` (native CPU kernels), `fp32` (torch, the reference) or
+    `bf16` (an NVIDIA card); `auto` takes int8 where the kernels were built and says so where they
+    were not.
     """
-    native = choose_native(weights)
+    chosen = choose_weights(weights)
     path = locate(name)
     config, read_tensors, tokenizer = _from_folder(path) if path.is_dir() else _from_gguf(path)
     if pages is None:
         pages = default_pages(config, features)
-    if native:
+    if chosen == "int8":
         model = _converted(path, config, read_tensors, pages, features)
     else:
         from outstride.models.decoder import Decoder
 
         model = Decoder.from_tensors(
-            config, read_tensors(), pages=pages, page_size=PAGE_SIZE, features=features
+            config,
+            read_tensors(),
+            pages=pages,
+            page_size=PAGE_SIZE,
+            features=features,
+            make_ops=_reference_or_card(chosen),
         )
     context = min(config.context, pages * PAGE_SIZE)
     return Loaded(model=model, tokenizer=tokenizer, name=name, context=context, path=path)
@@ -139,8 +145,18 @@ def _converted(
     return decoder
 
 
-def choose_native(weights: str) -> bool:
-    """Whether a weights format is computed by the native kernels."""
+def _reference_or_card(weights: str) -> Callable[[Model], Ops]:
+    if weights == "bf16":
+        from outstride.ops.cuda import Cuda
+
+        return Cuda
+    from outstride.ops.reference import Reference
+
+    return Reference
+
+
+def choose_weights(weights: str) -> str:
+    """The format to compute in, if this machine can."""
     from outstride.ops.cpu import native
 
     if weights not in WEIGHTS:
@@ -151,9 +167,19 @@ def choose_native(weights: str) -> bool:
             "int8 weights need the native kernels, which were not built when Outstride was installed;"
             " install a C++ compiler and install again, or use weights fp32"
         )
-    if weights == "auto" and not built:
+    if weights == "bf16":
+        from outstride.ops.cuda import available
+
+        if not available():
+            raise UnsupportedModel(
+                "bf16 weights need an NVIDIA card that torch can see, and Triton; "
+                "on a CPU use weights int8 or fp32"
+            )
+    if weights != "auto":
+        return weights
+    if not built:
         print("no native kernels were built: passes run on torch in fp32", file=sys.stderr)
-    return built and weights != "fp32"
+    return "int8" if built else "fp32"
 
 
 def load_tokenizer(name: str) -> Tokenizer:
