@@ -14,7 +14,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install $$([ -t 1 ] 
 
 # Code repeats itself, which is where prompt lookup saves passes.
 PROMPT ?= Write a Python class Point with x, y and z, and methods to add, subtract and scale points.
-METHOD ?= ngram
+METHOD ?= ngram:length=3
 ARGS ?=
 # `make run PROMPT=…` takes any text. It travels through the environment, where no shell looks at it;
 # $(value …) and unexport keep make itself from expanding dollars that the caller wrote.
