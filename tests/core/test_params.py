@@ -35,6 +35,7 @@ from outstride.errors import InvalidParams
         {"stop_token_ids": ("a",)},
         {"logit_bias": {"x": 1.0}},
         {"logit_bias": {1: float("nan")}},
+        {"logit_bias": {1: float("inf")}},
         {"logit_bias": [1]},
         {"logprobs": -1},
         {"prompt_logprobs": 1.5},

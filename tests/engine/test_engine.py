@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,14 @@ from outstride.core.graph import chain
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import Proposal, Scores, Verdict
 from outstride.core.sequence import Status, View
-from outstride.errors import InvalidPrompt, MethodFailed, OutOfMemory, RequestError, UnknownMethod
+from outstride.errors import (
+    InvalidParams,
+    InvalidPrompt,
+    MethodFailed,
+    OutOfMemory,
+    RequestError,
+    UnknownMethod,
+)
 from tests.conformance.harness import PLAIN, SAMPLINGS, Bench, alone, some_prompts, toy_method
 
 
@@ -101,6 +109,10 @@ def test_a_broken_method_ends_its_own_request_only(where: str) -> None:
         ([1, 99], {}, InvalidPrompt, "token id 99"),
         ([1, -1], {}, InvalidPrompt, "token id -1"),
         ([1] * 512, {}, InvalidPrompt, "512 tokens"),
+        ([1], {"logit_bias": {24: 1.0}}, InvalidParams, "logit_bias names token id 24"),
+        ([1], {"logit_bias": {-1: 1.0}}, InvalidParams, "logit_bias names token id -1"),
+        ([1], {"stop_token_ids": (99,)}, InvalidParams, "stop_token_ids names token id 99"),
+        ([1], {"logit_bias": dict.fromkeys(range(24), -math.inf)}, InvalidParams, "every token"),
         ([1] * 300, {"max_tokens": 100}, OutOfMemory, "400 cache entries"),
     ],
 )

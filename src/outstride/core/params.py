@@ -97,8 +97,10 @@ class SamplingParams:
             raise InvalidParams("stop strings must be non-empty strings")
         if any(isinstance(t, bool) or not isinstance(t, int) for t in self.stop_token_ids):
             raise InvalidParams("stop_token_ids must be token ids")
-        if any(math.isnan(v) for v in self.logit_bias.values()):
-            raise InvalidParams("logit_bias values must be numbers")
+        if any(math.isnan(v) or v == math.inf for v in self.logit_bias.values()):
+            raise InvalidParams(
+                "logit_bias values must be finite numbers, or -inf to forbid a token"
+            )
 
     def _check_int(self, name: str, least: int) -> None:
         value = getattr(self, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
@@ -17,6 +18,7 @@ from outstride.engine.passes import Passes
 from outstride.engine.scheduler import Scheduler
 from outstride.engine.stopping import Spell, Stopper, Text
 from outstride.errors import (
+    InvalidParams,
     InvalidPrompt,
     MethodFailed,
     OutOfMemory,
@@ -66,6 +68,17 @@ class Roster:
             raise InvalidPrompt(
                 f"token id {bad[0]} is outside the vocabulary of {model.vocab_size}"
             )
+        for name, ids in (
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            if bad := [t for t in ids if not 0 <= t < model.vocab_size]:
+                raise InvalidParams(
+                    f"{name} names token id {bad[0]}, which is outside the vocabulary of "
+                    f"{model.vocab_size}"
+                )
+        if sum(v == -math.inf for v in params.logit_bias.values()) >= model.vocab_size:
+            raise InvalidParams("logit_bias forbids every token")
         if len(tokens) >= model.context:
             raise InvalidPrompt(
                 f"the prompt has {len(tokens)} tokens; the model's context holds {model.context}, "
