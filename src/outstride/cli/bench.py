@@ -128,6 +128,13 @@ def deliver(result: BenchResult, args: argparse.Namespace) -> None:
         screen.note(f"written to {args.out}")
 
 
+def _close(result: BenchResult, args: argparse.Namespace) -> int:
+    """Every bench ends alike: the result where it was asked for, and as the last line."""
+    deliver(result, args)
+    print(result.to_json(), flush=True)
+    return 0
+
+
 def run_step(args: argparse.Namespace, context: Context) -> int:
     """Measures passes."""
     if args.against is not None:
@@ -157,9 +164,7 @@ def run_step(args: argparse.Namespace, context: Context) -> int:
         result.finish(report.samples(), report.summary())
     if not args.json:
         _print_step(report, result)
-    deliver(result, args)
-    print(result.to_json(), flush=True)
-    return 0
+    return _close(result, args)
 
 
 def _print_step(report: StepReport, result: BenchResult) -> None:
@@ -233,9 +238,7 @@ def run_against(args: argparse.Namespace, context: Context) -> int:
     result.finish(report.samples(), report.summary())
     if not args.json:
         _print_peers(report, result)
-    deliver(result, args)
-    print(result.to_json(), flush=True)
-    return 0
+    return _close(result, args)
 
 
 def run_card(args: argparse.Namespace) -> int:
@@ -256,9 +259,7 @@ def run_card(args: argparse.Namespace) -> int:
     result.finish(report.samples(), report.summary())
     if not args.json:
         _print_peers(report, result)
-    deliver(result, args)
-    print(result.to_json(), flush=True)
-    return 0
+    return _close(result, args)
 
 
 def _print_peers(report: PeerReport, result: BenchResult) -> None:
@@ -324,9 +325,7 @@ def run_fidelity(args: argparse.Namespace, context: Context) -> int:
     result.finish(report.samples(), report.summary())
     if not args.json:
         _print_fidelity(report, settings)
-    deliver(result, args)
-    print(result.to_json(), flush=True)
-    return 0
+    return _close(result, args)
 
 
 def _print_fidelity(report: FidelityReport, settings: dict[str, Any]) -> None:
