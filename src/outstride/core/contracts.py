@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from outstride.core.graph import BoolArray, FloatArray, IntArray, NodeId, TokenGraph
-from outstride.core.proposal import Proposal, Scores, Verdict
+from outstride.core.guess import Guess
+from outstride.core.proposal import Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import Table, View
 
 Rounds: TypeAlias = Generator[Proposal, Scores, Proposal]
 """Yields proposals for other models, is sent their scores, returns the one for the target."""
+Guessing: TypeAlias = Generator[Proposal, Scores, Guess]
+"""The same, with a tree of tokens at the end."""
 
 
 class Exactness(enum.Enum):
@@ -40,18 +43,28 @@ class Demand:
     gain: float = 0.0
 
 
-class Drafter(ABC):
+class Drafter:
     """Guesses. Holds no state of a sequence: that is what `observe` returns."""
 
     name: str
     models: tuple[str, ...] = ()
     """The models, besides the target, that it asks."""
+    wants: Wants = Wants()
+    """What it wants to learn from the target's pass, besides the tokens."""
 
     def demand(self, view: View) -> Demand:
         """Asked before planning."""
         return Demand()
 
-    @abstractmethod
+    def guess(self, view: View, room: int) -> Guessing:
+        """At most `room` tokens that may follow, as a tree.
+
+        Drafters whose nodes are a plain tree of tokens implement this and nothing else; several of
+        them can be joined. One that only looks things up yields nothing.
+        """
+        yield from ()
+        return Guess()
+
     def propose(self, view: View, room: int) -> Rounds:
         """The proposal for the target: `view.given()` and at most `room` further nodes.
 
@@ -59,6 +72,8 @@ class Drafter(ABC):
         step to let its own model catch up. A drafter runs a model only by yielding to it; later
         rounds of one step must extend the graph of earlier ones, and only the new nodes are computed.
         """
+        guess = (yield from self.guess(view, room)) if room > 0 else Guess()
+        return guess.proposal(view, self.wants)
 
     def ahead(self, view: View, proposal: Proposal) -> Generator[Proposal, Scores, Any] | None:
         """Work for other models while the target scores; what it returns becomes the state."""

@@ -134,7 +134,7 @@ class Sequence:
 class View:
     """What a method may know of its sequence."""
 
-    __slots__ = ("_allotted", "_features", "_sequence", "_visions", "chunk", "limit")
+    __slots__ = ("_allotted", "_features", "_sequence", "_visions", "chunk", "limit", "state")
 
     def __init__(
         self,
@@ -153,6 +153,16 @@ class View:
         """The sequence never grows beyond this length."""
         self.chunk = chunk
         """How many given nodes another model should read in one round, at the most."""
+        self.state = sequence.state
+        """What `observe` (or `ahead`) returned last."""
+
+    def with_state(self, state: Any) -> View:
+        """The same view for a part of a method, which has a state of its own."""
+        view = View(
+            self._sequence, self._visions, self.limit, self._allotted, self.chunk, self._features
+        )
+        view.state = state
+        return view
 
     @property
     def tokens(self) -> list[int]:
@@ -189,11 +199,6 @@ class View:
     @property
     def salt(self) -> str:
         return self._sequence.salt
-
-    @property
-    def state(self) -> Any:
-        """What `observe` (or `ahead`) returned last."""
-        return self._sequence.state
 
     @property
     def steps(self) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from outstride.core.contracts import Demand, Drafter, Rounds
-from outstride.core.graph import chain
-from outstride.core.proposal import Proposal
+from outstride.core.contracts import Demand, Drafter, Guessing
+from outstride.core.guess import Guess, Sign
 from outstride.core.sequence import View
 from outstride.registry import method
 
@@ -34,17 +33,20 @@ class NGram(Drafter):
     def demand(self, view: View) -> Demand:
         return Demand(most=min(self.length, view.limit - view.end - 1), gain=1.0)
 
-    def propose(self, view: View, room: int) -> Rounds:
+    def guess(self, view: View, room: int) -> Guessing:
         yield from ()
-        given = view.given()
-        draft = self.lookup(view.tokens, min(room, self.length)) if room > 0 else []
-        return Proposal(given.grow(chain(draft, view.end)), given=len(given))
+        draft, size = self.lookup(view.tokens, min(room, self.length))
+        guess = Guess()
+        for i, token in enumerate(draft):
+            known = min(size + i, 8)
+            guess.add(token, i - 1, Sign("ngram", (known,)), 0.3 + 0.05 * known)
+        return guess
 
-    def lookup(self, tokens: list[int], most: int) -> list[int]:
-        """The continuation of the latest earlier match, `most` tokens of it."""
+    def lookup(self, tokens: list[int], most: int) -> tuple[list[int], int]:
+        """The continuation of the latest earlier match, `most` tokens of it, and the match's size."""
         text = np.asarray(tokens, dtype=np.int64)
         ends = np.flatnonzero(text[:-1] == text[-1])  # where a match may end
-        found = -1
+        found, matched = -1, 0
         for size in range(1, min(self.longest, len(text) - 1) + 1):
             if size > 1:
                 ends = ends[ends >= size - 1]
@@ -52,8 +54,8 @@ class NGram(Drafter):
             if not len(ends):
                 break
             if size >= self.shortest:
-                found = int(ends[-1])
+                found, matched = int(ends[-1]), size
         if found < 0:
-            return []
+            return [], 0
         period = len(text) - 1 - found
-        return [int(text[found + 1 + i % period]) for i in range(most)]
+        return [int(text[found + 1 + i % period]) for i in range(most)], matched

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from outstride.core.contracts import Drafter, Rounds
-from outstride.core.proposal import Proposal
-from outstride.core.sequence import View
+from outstride.core.contracts import Drafter
 from outstride.registry import method
 
 
@@ -17,8 +15,3 @@ class Plain(Drafter):
     Needs: nothing
     Cost per step: one node
     """
-
-    def propose(self, view: View, room: int) -> Rounds:
-        yield from ()
-        given = view.given()
-        return Proposal(given, given=len(given))

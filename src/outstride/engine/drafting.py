@@ -56,7 +56,7 @@ class Drafting:
             if work is not None:
                 rounds[turn] = work
         for turn, state in self._rounds(rounds, lambda turn: turn.sequence.state).items():
-            turn.sequence.state = state
+            turn.sequence.state = turn.view.state = state
 
     def _rounds(
         self,
