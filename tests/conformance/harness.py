@@ -13,6 +13,7 @@ from outstride.core.contracts import CAUSAL, Exactness, Method, Vision
 from outstride.core.params import SamplingParams
 from outstride.core.sequence import Sequence
 from outstride.engine.engine import Engine
+from outstride.engine.ledger import Progress
 from outstride.engine.scheduler import Limits
 from outstride.models.toy import Toy
 
@@ -62,16 +63,18 @@ class Bench:
     def step(self) -> None:
         self.steps += 1
         assert self.steps < 20_000, "the engine does not come to an end"
-        report = self.engine.step()
-        for progress in report.progress:
-            key = progress.sequence.id
-            self.texts[key] = self.texts.get(key, "") + progress.text
-            self.tokens[key] = self.tokens.get(key, []) + progress.tokens
+        self.engine.step(self._hear)
         self.engine.check_integrity()
         for sequence in self.engine.scheduler:
             known = {**dict(enumerate(sequence.tokens)), **sequence.canvas}
             for name, table in sequence.tables.items():
                 self.toys[name].check(table, known)  # type: ignore[arg-type]
+
+    def _hear(self, news: list[Progress]) -> None:
+        for progress in news:
+            key = progress.sequence.id
+            self.texts[key] = self.texts.get(key, "") + progress.text
+            self.tokens[key] = self.tokens.get(key, []) + progress.tokens
 
     def finish(self) -> None:
         while self.engine.busy:

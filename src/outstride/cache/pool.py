@@ -113,8 +113,12 @@ class PagePool:
 
     def reserve(self, table: Table, nodes: int) -> Moves | None:
         """Pages for `nodes` more entries, and the first of them writable; None if there are none."""
-        need = self.pages_for(len(table) + nodes) - len(table.pages)
-        last = len(table) // self.page_size
+        used, size, pages = len(table.positions), self.page_size, table.pages
+        last = used // size
+        if used + nodes <= size * len(pages) and last == len(pages) - 1:
+            if self._refs[pages[last]] == 1:  # most often: the last page has room
+                return Moves()
+        need = self.pages_for(used + nodes) - len(pages)
         copies = [i for i in range(last, len(table.pages)) if self._refs[table.pages[i]] > 1]
         if max(need, 0) + len(copies) > self.available:
             return None
@@ -132,9 +136,14 @@ class PagePool:
 
     def slots(self, table: Table, nodes: int) -> IntArray:
         """Where the entries of the next pass go: one slot per node, behind the table's own."""
-        entries = np.arange(len(table), len(table) + nodes)
-        pages = np.asarray(table.pages, dtype=np.int64)
-        return pages[entries // self.page_size] * self.page_size + entries % self.page_size
+        size, start = self.page_size, len(table)
+        first, last = start // size, (start + nodes - 1) // size
+        if first == last:
+            begin = table.pages[first] * size + start % size
+            return np.arange(begin, begin + nodes)
+        entries = np.arange(start, start + nodes)
+        pages = np.asarray(table.pages[first : last + 1], dtype=np.int64)
+        return pages[entries // size - first] * size + entries % size
 
     def commit(
         self,

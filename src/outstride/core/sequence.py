@@ -48,6 +48,12 @@ class Table:
         """How many entries are valid for good."""
         return len(self.positions) - self.stale
 
+    def lacking(self, length: int, block: int | None) -> int:
+        """How many positions below `length` lack their entries."""
+        if self.ordered and block is None:
+            return length - len(self.positions) + self.stale
+        return len(self.unread(length, block))
+
     def unread(self, length: int, block: int | None) -> range | list[int]:
         """Positions below `length` that lack their entries.
 
@@ -125,6 +131,8 @@ class Sequence:
     steps: int = 0
     unborn: int = 0
     """Siblings that fork off as soon as the prompt is cached."""
+    view: View | None = None
+    """What its method sees, made once."""
 
     @property
     def output(self) -> list[int]:
@@ -134,7 +142,7 @@ class Sequence:
 class View:
     """What a method may know of its sequence."""
 
-    __slots__ = ("_allotted", "_features", "_sequence", "_visions", "chunk", "limit", "state")
+    __slots__ = ("_features", "_own", "_sequence", "_visions", "allotted", "chunk", "limit")
 
     def __init__(
         self,
@@ -147,22 +155,27 @@ class View:
     ) -> None:
         self._sequence = sequence
         self._visions = visions
-        self._allotted = allotted
+        self.allotted = allotted
+        """How many given nodes the plan granted in this step."""
         self._features = features or {}
         self.limit = limit
         """The sequence never grows beyond this length."""
         self.chunk = chunk
         """How many given nodes another model should read in one round, at the most."""
-        self.state = sequence.state
-        """What `observe` (or `ahead`) returned last."""
+        self._own: tuple[Any] | None = None
 
     def with_state(self, state: Any) -> View:
         """The same view for a part of a method, which has a state of its own."""
         view = View(
-            self._sequence, self._visions, self.limit, self._allotted, self.chunk, self._features
+            self._sequence, self._visions, self.limit, self.allotted, self.chunk, self._features
         )
-        view.state = state
+        view._own = (state,)
         return view
+
+    @property
+    def state(self) -> Any:
+        """What `observe` (or `ahead`) returned last."""
+        return self._sequence.state if self._own is None else self._own[0]
 
     @property
     def tokens(self) -> list[int]:
@@ -219,16 +232,13 @@ class View:
 
     def pending(self, model: str = TARGET) -> int:
         """How many settled tokens a model has not read."""
-        return len(self._unread(model))
-
-    def _unread(self, model: str) -> range | list[int]:
         table = self._sequence.tables.get(model) or Table()
-        return table.unread(len(self.tokens), self._visions[model].block)
+        return table.lacking(len(self._sequence.tokens), self._visions[model].block)
 
     @property
     def reading(self) -> bool:
         """Whether this step's share of the pass does not reach the end of what is settled."""
-        return self._allotted < self.pending()
+        return self.allotted < self.pending()
 
     def given(self, model: str = TARGET, most: int | None = None) -> TokenGraph:
         """Settled tokens that a model has not read, as a graph: at most `most` of them.
@@ -236,15 +246,20 @@ class View:
         For the target this is what the plan allotted. They are a chain for causal models and blocks
         for the others.
         """
+        tokens, size = self._sequence.tokens, self._visions[model].block
         if most is None:
-            most = self._allotted if model == TARGET else len(self.tokens)
-        unread, size = self._unread(model)[:most], self._visions[model].block
+            most = self.allotted if model == TARGET else len(tokens)
+        table = self._sequence.tables.get(model) or Table()
+        if size is None and table.ordered:
+            start = len(table.positions) - table.stale
+            return chain(tokens[start : start + most], start)
+        unread = table.unread(len(tokens), size)[:most]
         if size is None:
-            return chain([self.tokens[p] for p in unread], positions=unread)
+            return chain([tokens[p] for p in unread], positions=unread)
         graph = empty()
         for start in range(0, len(unread), size):
             places = unread[start : start + size]
-            graph = graph.grow(block([self.tokens[p] for p in places], positions=places))
+            graph = graph.grow(block([tokens[p] for p in places], positions=places))
         return graph
 
     def feature(self, position: int, model: str = TARGET) -> FloatArray:

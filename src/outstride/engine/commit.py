@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from outstride.cache.pool import Moves
 from outstride.core.contracts import agreeing
@@ -10,56 +11,77 @@ from outstride.core.graph import NodeId
 from outstride.core.proposal import TARGET, Scores, Verdict
 from outstride.core.sampling import logprobs
 from outstride.core.sequence import Sequence, Status
-from outstride.engine.ledger import Ledger, StepReport
+from outstride.engine.ledger import Ledger, Progress
 from outstride.engine.passes import Passes, Turn
 from outstride.engine.roster import Roster
 
 
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """What a pass did for a sequence, to be entered and reported while the next one runs."""
+
+    turn: Turn
+    verdict: Verdict
+    scores: Scores
+    emitted: list[int]
+
+
 class Commit:
-    """Settles tokens, keeps entries, brings forks to life, ends what is over."""
+    """Settles tokens, keeps entries, brings forks to life, ends what is over.
+
+    What the next pass depends on is done at once; accounts and reports wait until it runs.
+    """
 
     def __init__(self, passes: Passes, roster: Roster, ledger: Ledger) -> None:
         self._passes = passes
         self._roster = roster
         self._ledger = ledger
+        self._due: list[_Due] = []
 
-    def __call__(
-        self, verdicts: Mapping[Turn, Verdict], scores: Mapping[Turn, Scores]
-    ) -> StepReport:
-        report = StepReport()
-        moves: dict[str, Moves] = {name: Moves() for name in self._passes.models}
+    @property
+    def due(self) -> bool:
+        """Whether something waits to be entered or reported."""
+        return bool(self._due)
+
+    def __call__(self, verdicts: Mapping[Turn, Verdict], scores: Mapping[Turn, Scores]) -> None:
+        moves: dict[str, Moves] = {}
         for turn, verdict in verdicts.items():
             sequence, score = turn.sequence, scores[turn]
             sequence.steps += 1
             emitted, reason = self._settle(sequence, verdict)
-            self._note_logprobs(turn, verdict, score, len(emitted))
-            self._ledger.count(sequence, turn.proposal, verdict, emitted)
+            self._due.append(_Due(turn, verdict, score, emitted))
             self._keep(turn, verdict, moves)
-            self._observe(turn, score, verdict)
-            if sequence.status is not Status.RUNNING:
-                continue
+            if not turn.reading:
+                observe = sequence.method.drafter.observe
+                sequence.state = self._roster.guard(
+                    sequence, observe, turn.view, turn.proposal, score, verdict
+                )
+                if sequence.status is not Status.RUNNING:
+                    continue
             self._fork(turn, verdict)
             if reason is not None:
-                self._roster.end(sequence, reason, emitted)
-            elif emitted:
-                report.progress.append(self._roster.progress(sequence, emitted))
+                self._roster.end(sequence, reason)
         for name, needed in moves.items():
             self._passes.move(name, needed)
-        report.progress += self._roster.farewells()
-        return report
 
     def _settle(self, sequence: Sequence, verdict: Verdict) -> tuple[list[int], str | None]:
         """Enters settled tokens; those without a gap before them are emitted, up to a stop rule."""
-        sequence.canvas.update({int(p): int(t) for p, t in verdict.settled.items()})
-        emitted = []
-        while (token := sequence.canvas.pop(len(sequence.tokens), None)) is not None:
-            emitted.append(token)
-            if reason := self._roster.append(sequence, token):
-                sequence.canvas.clear()
+        canvas, emitted = sequence.canvas, []
+        for position, token in verdict.settled.items():
+            if canvas or position != len(sequence.tokens):
+                canvas[int(position)] = int(token)
+                continue
+            emitted.append(int(token))
+            if reason := self._roster.append(sequence, int(token)):
+                return emitted, reason
+        while canvas and (found := canvas.pop(len(sequence.tokens), None)) is not None:
+            emitted.append(found)
+            if reason := self._roster.append(sequence, found):
+                canvas.clear()
                 return emitted, reason
         return emitted, None
 
-    def _keep(self, turn: Turn, verdict: Verdict, moves: Mapping[str, Moves]) -> None:
+    def _keep(self, turn: Turn, verdict: Verdict, moves: dict[str, Moves]) -> None:
         """Keeps the entries that hold: by verdict for the target, by agreement for the others."""
         sequence = turn.sequence
         for name, ran in turn.ran.items():
@@ -72,16 +94,9 @@ class Commit:
             else:
                 keep = [NodeId(n) for n in agreeing(ran.graph, ran.given, sequence.tokens)]
                 reuse = ()
-            moves[name].add(pool.commit(table, ran.graph.positions, keep, reuse))
+            if needed := pool.commit(table, ran.graph.positions, keep, reuse):
+                moves.setdefault(name, Moves()).add(needed)
             pool.publish(table, sequence.tokens, sequence.salt)
-
-    def _observe(self, turn: Turn, scores: Scores, verdict: Verdict) -> None:
-        sequence = turn.sequence
-        if not turn.reading:
-            observe = sequence.method.drafter.observe
-            sequence.state = self._roster.guard(
-                sequence, observe, turn.view, turn.proposal, scores, verdict
-            )
 
     def _fork(self, turn: Turn, verdict: Verdict) -> None:
         """At the end of the prompt for a request's n samples, else where the verdict says."""
@@ -92,12 +107,34 @@ class Commit:
         for node, count in verdict.forks.items():
             self._roster.fork(sequence, int(graph.positions[node]) + 1, count)
 
-    def _note_logprobs(self, turn: Turn, verdict: Verdict, scores: Scores, emitted: int) -> None:
+    # --- accounts -----------------------------------------------------------------------------------
+
+    def accounts(self) -> list[Progress]:
+        """Enters what is due in the ledger and says what is new, farewells included."""
+        due, self._due = self._due, []
+        news: dict[Sequence, list[int]] = {}
+        for item in due:
+            sequence = item.turn.sequence
+            self._note_logprobs(item)
+            self._ledger.count(sequence, item.turn.proposal, item.verdict, item.emitted)
+            if item.emitted:
+                news[sequence] = item.emitted
+        for sequence in self._roster.leaving():
+            news.setdefault(sequence, [])
+        return [self._roster.progress(sequence, emitted) for sequence, emitted in news.items()]
+
+    def forget(self) -> None:
+        """Drops what is due: the engine broke, and everybody has been told."""
+        self._due.clear()
+        self._roster.leaving()
+
+    def _note_logprobs(self, item: _Due) -> None:
         """Files the log-probabilities of prompt tokens and of what was emitted."""
+        scores, verdict = item.scores, item.verdict
         if not scores.logprobs:
             return
-        sequence, proposal = turn.sequence, turn.proposal
-        params, start = sequence.params, len(sequence.tokens) - emitted
+        sequence, proposal = item.turn.sequence, item.turn.proposal
+        params, start = sequence.params, len(sequence.tokens) - len(item.emitted)
         trusted = set(verdict.keep) if proposal.offset else set(scores.nodes.tolist())
         for i, (node, row) in enumerate(zip(scores.nodes.tolist(), scores.logprobs, strict=True)):
             position = int(proposal.graph.positions[node]) + proposal.offset

@@ -34,7 +34,7 @@ class Drafting:
         turns, rounds = [], {}
         for share in plan.shares:
             view = self._passes.view(share.sequence, self._chunk, share.given)
-            turn = Turn(share, view, reading=share.given < view.pending())
+            turn = Turn(share, view, reading=share.given < share.pending)
             turns.append(turn)
             rounds[turn] = share.sequence.method.drafter.propose(view, share.room)
         for turn, proposal in self._rounds(rounds, _undrafted).items():
@@ -56,7 +56,7 @@ class Drafting:
             if work is not None:
                 rounds[turn] = work
         for turn, state in self._rounds(rounds, lambda turn: turn.sequence.state).items():
-            turn.sequence.state = turn.view.state = state
+            turn.sequence.state = state
 
     def _rounds(
         self,

@@ -7,8 +7,7 @@ a pass was worth is what its verdict settles and keeps.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from outstride.core.contracts import Demand, Grammar, Method, Model
 from outstride.core.graph import NodeId
@@ -17,11 +16,13 @@ from outstride.core.proposal import TARGET, Scores, Verdict
 from outstride.core.sequence import Sequence, Status
 from outstride.engine.commit import Commit
 from outstride.engine.drafting import Drafting
-from outstride.engine.ledger import Ledger, StepReport
+from outstride.engine.ledger import Ledger, Progress
 from outstride.engine.passes import Passes, Turn
 from outstride.engine.roster import Roster
 from outstride.engine.scheduler import Limits, Scheduler
 from outstride.engine.stopping import Spell
+
+Tell = Callable[[list[Progress]], None]
 
 
 class Engine:
@@ -43,9 +44,12 @@ class Engine:
         self.drafting = Drafting(self.passes, self.roster, self.ledger, limits.nodes)
         self.commit = Commit(self.passes, self.roster, self.ledger)
 
-    def step(self) -> StepReport:
-        """One pass of the target over everybody's proposals."""
-        start, clock = time.perf_counter(), self.ledger.clock
+    def step(self, tell: Tell = lambda news: None) -> None:
+        """One pass of the target over everybody's proposals.
+
+        What the pass before it did is told while this one runs.
+        """
+        clock = self.ledger.clock
         with clock("plan"):
             plan = self.scheduler.plan(self._demand)
             self.passes.move(TARGET, plan.moves)
@@ -53,6 +57,8 @@ class Engine:
             turns = self.drafting.propose(plan)
         with clock("forward"):
             pending = self.passes.forward(TARGET, {turn: turn.proposal for turn in turns})
+        with clock("commit"):
+            tell(self.commit.accounts())
         with clock("propose"):
             self.drafting.ahead(turns)
         with clock("forward"):
@@ -60,9 +66,8 @@ class Engine:
         with clock("accept"):
             verdicts = self._accept(scores)
         with clock("commit"):
-            report = self.commit(verdicts, scores)
-        seconds = time.perf_counter() - start
-        return self.ledger.record(report, [turn.proposal for turn in turns], seconds)
+            self.commit(verdicts, scores)
+        self.ledger.record(turn.proposal for turn in turns)
 
     def _demand(self, sequence: Sequence) -> Demand:
         view = self.passes.view(sequence, self.scheduler.limits.nodes)
@@ -106,7 +111,10 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step would do or report anything."""
-        return bool(self.scheduler.running or self.scheduler.waiting or self.roster.ended)
+        scheduler = self.scheduler
+        return bool(
+            scheduler.running or scheduler.waiting or self.roster.ended or self.commit.due
+        )
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every pool agrees with every table."""

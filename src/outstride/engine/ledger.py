@@ -23,15 +23,6 @@ class Progress:
 
 
 @dataclass(slots=True)
-class StepReport:
-    """What a step did for everybody."""
-
-    progress: list[Progress] = field(default_factory=list)
-    nodes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(slots=True)
 class Ledger:
     """Totals of an engine. Seconds are by verb: plan, propose, forward, accept, commit."""
 
@@ -53,7 +44,9 @@ class Ledger:
         self, sequence: Sequence, proposal: Proposal, verdict: Verdict, emitted: list[int]
     ) -> None:
         """Enters what one pass did for one sequence, and where its tokens came from."""
-        drafted = len(proposal.graph) - proposal.given
+        nodes = len(proposal.graph)
+        drafted = nodes - proposal.given
+        sequence.counts.nodes += nodes
         # A kept draft counts as accepted only if its token was emitted, not cut by a stop rule.
         start = len(sequence.tokens) - len(emitted)
         sources = {}
@@ -70,24 +63,18 @@ class Ledger:
             counts.proposed += drafted
             counts.accepted += accepted
             counts.emitted += len(emitted)
-        sequence.counts.nodes += len(proposal.graph)
+        step = sequence.counts.passes + sequence.counts.prompt_passes
         for position, token in enumerate(emitted, start=start):
             if position in sources:
                 kind, source = "drafted", sources[position]
             else:
                 kind, source = ("bonus" if drafted else "plain"), sequence.method.name
-            step = sequence.counts.passes + sequence.counts.prompt_passes
             sequence.trace.append(Provenance(token, step, source, kind))
 
-    def record(
-        self, report: StepReport, proposals: Iterable[Proposal], seconds: float
-    ) -> StepReport:
+    def record(self, proposals: Iterable[Proposal]) -> None:
         """Enters a step as a whole."""
-        report.nodes = sum(len(proposal.graph) for proposal in proposals)
-        report.seconds = seconds
         self.steps += 1
-        self.total.nodes += report.nodes
-        return report
+        self.total.nodes += sum(len(proposal.graph) for proposal in proposals)
 
     def count_round(self, model: str, sequences: list[Sequence]) -> None:
         """Enters a pass of another model than the target."""

@@ -64,7 +64,12 @@ class Passes:
         for name in sequence.method.drafter.models:
             if name not in sequence.tables and sequence.tables:
                 sequence.tables[name] = self.pools[name].open(sequence.tokens, sequence.salt)
-        return View(sequence, self.visions, sequence.limit, allotted, chunk, self._readers)
+        view = sequence.view
+        if view is None:
+            view = View(sequence, self.visions, sequence.limit, 0, chunk, self._readers)
+            sequence.view = view
+        view.allotted = allotted
+        return view
 
     def reserve(self, turn: Turn, proposal: Proposal) -> bool:
         """Pages for a round of another model; the target's own were reserved by the plan."""

@@ -6,7 +6,6 @@ import itertools
 import math
 import secrets
 from collections.abc import Callable, Collection
-from collections.abc import Sequence as Seq
 from typing import ParamSpec, TypeVar
 
 from outstride.core.contracts import Grammar, Method
@@ -46,7 +45,7 @@ class Roster:
         self._spell = spell
         self._ids = itertools.count()
         self._stoppers: dict[int, Stopper] = {}
-        self.ended: list[tuple[Sequence, list[int]]] = []
+        self.ended: list[Sequence] = []
 
     # --- beginnings -------------------------------------------------------------------------------
 
@@ -149,7 +148,7 @@ class Roster:
         sequence.tokens.append(token)
         return self._stoppers[sequence.id].push(token, len(sequence.tokens))
 
-    def end(self, sequence: Sequence, reason: str, emitted: Seq[int] = ()) -> None:
+    def end(self, sequence: Sequence, reason: str) -> None:
         """Ends a sequence and frees what it held."""
         if sequence.status is Status.FINISHED:
             return
@@ -158,7 +157,7 @@ class Roster:
         text = self._stoppers[sequence.id].text
         if text is not None:
             text.finish()
-        self.ended.append((sequence, list(emitted)))
+        self.ended.append(sequence)
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
         """One request's method went wrong: that request ends, and nobody else's."""
@@ -190,7 +189,7 @@ class Roster:
             del self._stoppers[sequence.id]
         return Progress(sequence, emitted, text, finished)
 
-    def farewells(self) -> list[Progress]:
-        """The last word of everybody who ended since this was last asked."""
+    def leaving(self) -> list[Sequence]:
+        """Everybody who ended since this was last asked."""
         ended, self.ended = self.ended, []
-        return [self.progress(sequence, emitted) for sequence, emitted in ended]
+        return ended

@@ -96,15 +96,16 @@ class Runner:
 
     def _step(self) -> None:
         try:
-            report = self.engine.step()
+            self.engine.step(self._tell)
         except Exception as error:  # the engine itself broke: nobody may be left waiting
             for ticket in self._tickets.values():
                 self._stop(ticket)
                 ticket.sink(Event(error=error, done=True))
             self._tickets.clear()
-            self.engine.roster.farewells()
-            return
-        for progress in report.progress:
+            self.engine.commit.forget()
+
+    def _tell(self, news: list[Progress]) -> None:
+        for progress in news:
             request = progress.sequence.request
             ticket = self._tickets[request]
             ticket.finished += progress.finished

@@ -30,6 +30,8 @@ class Share:
     sequence: Sequence
     given: int
     room: int
+    pending: int
+    """How many settled tokens the target has not read."""
 
 
 @dataclass(slots=True)
@@ -117,17 +119,20 @@ class Scheduler:
         """Shares out the next pass."""
         self._clock += 1
         plan, budget = Plan(), self.limits.nodes
-        demands = _Demands(demand_of)
+        demands, served = _Demands(demand_of), self._served
         for sequence in list(self.running):
             demands[sequence]
-        order = sorted(self.running, key=lambda s: (self._served.get(s.id, 0), s.id))
-        order.sort(key=lambda s: self._pending(s) > 1)  # stable: readers come last
+        pending = {sequence: self._pending(sequence) for sequence in self.running}
+        order = sorted(
+            self.running,  # readers come last
+            key=lambda s: (pending[s] > 1, served.get(s.id, 0), s.id),
+        )
         preempted = False
         for sequence in order:
             if sequence.status is not Status.RUNNING:
                 preempted = True
                 continue
-            share = self._least(sequence, demands[sequence], budget, plan)
+            share = self._least(sequence, pending[sequence], demands[sequence], budget, plan)
             if share is None:
                 continue
             if not self._reserve(share, plan):
@@ -139,22 +144,23 @@ class Scheduler:
             budget = self._admit(plan, demands, budget)
         self._widen(plan, demands, budget)
         for share in plan.shares:
-            self._served[share.sequence.id] = self._clock
+            served[share.sequence.id] = self._clock
         return plan
 
     def _pending(self, sequence: Sequence) -> int:
-        return len(sequence.tables[TARGET].unread(len(sequence.tokens), self._block))
+        return sequence.tables[TARGET].lacking(len(sequence.tokens), self._block)
 
-    def _least(self, sequence: Sequence, demand: Demand, budget: int, plan: Plan) -> Share | None:
+    def _least(
+        self, sequence: Sequence, pending: int, demand: Demand, budget: int, plan: Plan
+    ) -> Share | None:
         """The smallest useful share, or None if this pass has no place for it."""
-        pending = self._pending(sequence)
         chunk = self._chunk(pending, budget if plan.shares else max(budget, 1))
         least = demand.least if chunk == pending else 0
         if chunk + least > budget and plan.shares:
             return None
         if chunk == 0 and least == 0:
             return None
-        return Share(sequence, chunk, least)
+        return Share(sequence, chunk, least, pending)
 
     def _chunk(self, pending: int, budget: int) -> int:
         """How much of what is pending fits, ending where the model may be cut."""
@@ -168,7 +174,8 @@ class Scheduler:
             table = share.sequence.tables[TARGET]
             moves = self._pool.reserve(table, share.given + share.room)
             if moves is not None:
-                plan.moves.add(moves)
+                if moves:
+                    plan.moves.add(moves)
                 return True
             planned = {s.sequence.id for s in plan.shares}
             victims = [s for s in self.running if s.id not in planned]
@@ -191,7 +198,7 @@ class Scheduler:
                 self._pool.close(table)
                 break
             sequence.tables = {TARGET: table}
-            share = self._least(sequence, demand, budget, plan)
+            share = self._least(sequence, self._pending(sequence), demand, budget, plan)
             moves = self._pool.reserve(table, share.given + share.room) if share else None
             if share is None or moves is None:
                 self._pool.close(table)
@@ -212,7 +219,7 @@ class Scheduler:
         for share in plan.shares:
             demand = demands[share.sequence]
             extra = demand.most - share.room
-            if share.given == self._pending(share.sequence) and extra > 0:
+            if extra > 0 and share.given == share.pending:
                 wishes.append((demand.gain / demand.most, share, extra))
         wishes.sort(key=lambda wish: (-wish[0], wish[1].sequence.id))
         for place, (_, share, extra) in enumerate(wishes):

@@ -20,15 +20,25 @@ class Text:
     stop: tuple[str, ...] = ()
     text: str = ""
     sent: int = 0
+    _unread: list[int] = field(default_factory=list)
     _decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
 
     def append(self, token: int) -> None:
-        self.text += self._decoder.decode(self.spell(token))
+        """Takes a token; without stop strings nobody needs its text before it is asked for."""
+        self._unread.append(token)
+        if self.stop:
+            self._read()
+
+    def _read(self) -> None:
+        for token in self._unread:
+            self.text += self._decoder.decode(self.spell(token))
+        self._unread.clear()
 
     def finish(self) -> None:
         """No more tokens: whatever is incomplete is shown as it is."""
+        self._read()
         self.text += self._decoder.decode(b"", final=True)
 
     def find_stop(self, since: int) -> int | None:
@@ -45,6 +55,7 @@ class Text:
 
     def ready(self, *, final: bool) -> str:
         """Text not handed out yet; the possible beginning of a stop string is held back."""
+        self._read()
         hold = 0
         if not final:
             for s in self.stop:
