@@ -103,6 +103,10 @@ class TokenGraph:
 
     def children(self, node: NodeId) -> list[NodeId]:
         """The nodes whose parent is `node` (`ROOT` for the topmost), in order."""
+        if node == len(self.tokens) - 1:
+            return []
+        if self.is_chain:
+            return [NodeId(node + 1)]
         return self._children.get(node, [])
 
     def path(self, node: NodeId) -> list[NodeId]:
@@ -115,6 +119,8 @@ class TokenGraph:
 
     def follow(self, node: NodeId, token: int) -> NodeId | None:
         """The child of `node` whose input is `token`, if there is one that may be kept."""
+        if node == len(self.tokens) - 1:  # most often: nothing was drafted
+            return None
         for child in self.children(node):
             if self.tokens[child] == token and not self.probes[child]:
                 return child
@@ -124,6 +130,18 @@ class TokenGraph:
         """This graph with `other` hung below node `at` (the last node if not given)."""
         if len(other) == 0:
             return self
+        n = len(self) + len(other)
+        plain = at is None and n < _MANY and not self.mixtures and not other.mixtures
+        if plain and self.is_chain and other.is_chain:
+            graph = TokenGraph(
+                tokens=np.concatenate([self.tokens, other.tokens]),
+                positions=np.concatenate([self.positions, other.positions]),
+                parents=_NUMBERS[:n],
+                blocks=_NUMBERS[1 : n + 1],
+                probes=np.concatenate([self.probes, other.probes]),
+            )
+            graph.__dict__["is_chain"] = True
+            return graph
         if at is None:
             at = NodeId(len(self) - 1)
         shift, above = len(self), int(self.blocks.max(initial=-1)) + 1

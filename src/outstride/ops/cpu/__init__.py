@@ -6,7 +6,7 @@ import ctypes
 import enum
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +50,8 @@ class Workspace:
         self, rows: int, shape: Shape, width: int, qkv: int, heads: int, middle: int
     ) -> None:
         self.rows = rows
-        self.x = np.zeros((rows, width), dtype=np.float32)
+        self._width = width
+        self.x = np.zeros((0, width), dtype=np.float32)
         self._qkv = np.zeros((rows, qkv), dtype=np.float32)
         self._mixed = np.zeros((rows, heads), dtype=np.float32)
         self._middle = np.zeros((rows, middle), dtype=np.float32)
@@ -65,7 +66,6 @@ class Workspace:
         }
         self._keys: Keys | None = None
         self.struct = native.Pass(
-            x=self.x.ctypes.data,
             qkv=self._qkv.ctypes.data,
             mixed=self._mixed.ctypes.data,
             middle=self._middle.ctypes.data,
@@ -83,8 +83,10 @@ class Workspace:
         )
 
     def fill(self, keys: Keys, slots: IntArray) -> None:
-        """Sets a pass up."""
+        """Sets a pass up. Its states are an array of their own, which outlives the pass."""
         rows = len(slots)
+        self.x = np.zeros((rows, self._width), dtype=np.float32)
+        self.struct.x = self.x.ctypes.data
         self._positions[:rows] = keys.positions
         self._slots[:rows] = slots
         for window, nodes in self._nodes.items():
@@ -184,7 +186,7 @@ class Cpu(Ops):
         )
         space.struct.page_size = self._page_size
         space.struct.cos, space.struct.sin = self._cos.ctypes.data, self._sin.ctypes.data
-        self._calls = [
+        calls = [
             native.Layer(
                 ctypes.pointer(space.struct),
                 space.nodes[shape.windows[i]],
@@ -202,6 +204,7 @@ class Cpu(Ops):
             )
             for i, layer in enumerate(self._weights.layers)
         ]
+        self._calls = (native.Layer * len(calls))(*calls)
 
     def __del__(self) -> None:
         if getattr(self, "_engine", None):
@@ -225,12 +228,27 @@ class Cpu(Ops):
 
     def enter(self, batch: Batch, states: Sequence[FloatArray | None]) -> FloatArray:
         x = self._space.x
+        if all(s is None for s in states) and not any(s.graph.mixtures for s in batch.spans):
+            x[:] = self._rows(np.concatenate([s.graph.tokens[s.first :] for s in batch.spans]))
+            return x
         for span, state in zip(batch.spans, states, strict=True):
             if state is None:
                 x[span.rows] = self._embed(span)
             else:
                 x[span.rows, : state.shape[1]] = state
-        return x[: batch.rows]
+        return x
+
+    def run(self, layers: Callable[[], FloatArray], batch: Batch, whole: bool) -> FloatArray:
+        """A whole pass is one call, between the layers whose states are stored."""
+        if not whole:
+            return layers()
+        x, start = self.enter(batch, [None] * len(batch.spans)), 0
+        for stop in sorted({*self._planes, self._shape.layers}):
+            if stop > start:
+                self._lib.outstride_layers(self._engine, self._calls[start], stop - start)
+            self.keep_features(stop, x, batch)
+            start = stop
+        return x
 
     def _embed(self, span: Span) -> FloatArray:
         """The inputs of a span's nodes; a mixture is summed in the order in which it is given."""
@@ -274,7 +292,7 @@ class Cpu(Ops):
             self._features[batch.slots, at * size : (at + 1) * size] = x[:, :size]
 
     def leave(self, x: FloatArray, rows: slice) -> FloatArray:
-        return x[rows].copy()  # the workspace is used again
+        return x[rows]
 
     def read(self, state: FloatArray) -> FloatArray:
         return state[:, : self._shape.hidden_size].copy()

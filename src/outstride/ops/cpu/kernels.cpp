@@ -537,6 +537,17 @@ void outstride_project(void* e, const Layer* a) { run(&((Engine*)e)->pool, ((Eng
 void outstride_attend(void* e, const Layer* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.attend, a); }
 void outstride_output(void* e, const Layer* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.output, a); }
 void outstride_mlp(void* e, const Layer* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.mlp, a); }
+
+// Consecutive layers without a word from outside: whoever called may do something else meanwhile.
+void outstride_layers(void* engine, const Layer* a, int count) {
+  for (int i = 0; i < count; i++) {
+    outstride_project(engine, a + i);
+    outstride_attend(engine, a + i);
+    outstride_output(engine, a + i);
+    outstride_mlp(engine, a + i);
+  }
+}
+
 void outstride_choose(void* e, const Choose* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.choose, a); }
 void outstride_head(void* e, const Head* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.head, a); }
 
