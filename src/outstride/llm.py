@@ -187,9 +187,10 @@ class _Base:
         *,
         chat: bool,
         trace: bool,
+        salt: str,
     ) -> tuple[Ticket, _Collector]:
         tokens = self.encode(prompt, chat=chat)
-        ticket = Ticket(tokens, params or SamplingParams(), self.method(method), sink)
+        ticket = Ticket(tokens, params or SamplingParams(), self.method(method), sink, salt)
         return ticket, _Collector(tokens, trace)
 
     @staticmethod
@@ -229,6 +230,7 @@ class LLM(_Base):
     `generate` takes text or token ids as they are, `chat` applies the model's template. Both take one
     prompt or a list, with one method and one set of parameters for all or for each, and return one
     `Result` per prompt. A single request that fails raises; in a list, it carries its `error`.
+    Requests with different salts share neither cached prefixes nor what drafters remember.
     """
 
     def generate(
@@ -238,6 +240,7 @@ class LLM(_Base):
         *,
         method: str | Method | Seq[str | Method] = "plain",
         trace: bool = False,
+        salt: str = "",
         _chat: bool = False,
     ) -> list[Result]:
         """Continues prompts as they stand."""
@@ -255,6 +258,7 @@ class LLM(_Base):
                     lambda event, i=i: inbox.put((i, event)),  # type: ignore[misc]
                     chat=_chat,
                     trace=trace,
+                    salt=salt,
                 )
                 tickets.append(ticket)
                 self._runner.submit(ticket)
@@ -281,9 +285,10 @@ class LLM(_Base):
         *,
         method: str | Method | Seq[str | Method] = "plain",
         trace: bool = False,
+        salt: str = "",
     ) -> list[Result]:
         """Answers a conversation, or a list of them; plain text counts as one user message."""
-        return self.generate(messages, params, method=method, trace=trace, _chat=True)
+        return self.generate(messages, params, method=method, trace=trace, salt=salt, _chat=True)
 
     def stream(
         self,
@@ -292,10 +297,13 @@ class LLM(_Base):
         *,
         method: str | Method = "plain",
         trace: bool = False,
+        salt: str = "",
     ) -> Iterator[Chunk]:
         """Answers one prompt (messages: by the chat template) piece by piece, one per pass."""
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        ticket, collector = self._ticket(prompt, params, method, inbox.put, chat=False, trace=trace)
+        ticket, collector = self._ticket(
+            prompt, params, method, inbox.put, chat=False, trace=trace, salt=salt
+        )
         self._runner.submit(ticket)
         done = False
         try:
@@ -333,12 +341,13 @@ class AsyncLLM(_Base):
         *,
         method: str | Method | Seq[str | Method] = "plain",
         trace: bool = False,
+        salt: str = "",
         _chat: bool = False,
     ) -> list[Result]:
         """Continues prompts as they stand."""
         requests = self._requests(prompts, params, method)
         results = await asyncio.gather(
-            *(self._collect(*request, chat=_chat, trace=trace) for request in requests)
+            *(self._collect(*request, chat=_chat, trace=trace, salt=salt) for request in requests)
         )
         if len(results) == 1 and results[0].error is not None:
             raise results[0].error
@@ -351,9 +360,12 @@ class AsyncLLM(_Base):
         *,
         method: str | Method | Seq[str | Method] = "plain",
         trace: bool = False,
+        salt: str = "",
     ) -> list[Result]:
         """Answers a conversation, or a list of them; plain text counts as one user message."""
-        return await self.generate(messages, params, method=method, trace=trace, _chat=True)
+        return await self.generate(
+            messages, params, method=method, trace=trace, salt=salt, _chat=True
+        )
 
     async def stream(
         self,
@@ -362,9 +374,10 @@ class AsyncLLM(_Base):
         *,
         method: str | Method = "plain",
         trace: bool = False,
+        salt: str = "",
     ) -> AsyncIterator[Chunk]:
         """Answers one prompt (messages: by the chat template) piece by piece, one per pass."""
-        async for collector, chunk in self._events(prompt, params, method, False, trace):
+        async for collector, chunk in self._events(prompt, params, method, False, trace, salt):
             if collector.error is not None:
                 raise collector.error
             if chunk is not None and (chunk.text or chunk.token_ids or chunk.completion):
@@ -378,10 +391,11 @@ class AsyncLLM(_Base):
         *,
         chat: bool,
         trace: bool,
+        salt: str,
     ) -> Result:
         result = Result([])
         try:
-            async for collector, _ in self._events(prompt, params, method, chat, trace):
+            async for collector, _ in self._events(prompt, params, method, chat, trace, salt):
                 result = collector.result()
         except OutstrideError as error:
             return Result([], error=error)
@@ -394,6 +408,7 @@ class AsyncLLM(_Base):
         method: str | Method,
         chat: bool,
         trace: bool,
+        salt: str,
     ) -> AsyncIterator[tuple[_Collector, Chunk | None]]:
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[Event] = asyncio.Queue()
@@ -401,7 +416,9 @@ class AsyncLLM(_Base):
         def sink(event: Event) -> None:
             loop.call_soon_threadsafe(inbox.put_nowait, event)
 
-        ticket, collector = self._ticket(prompt, params, method, sink, chat=chat, trace=trace)
+        ticket, collector = self._ticket(
+            prompt, params, method, sink, chat=chat, trace=trace, salt=salt
+        )
         self._runner.submit(ticket)
         done = False
         try:

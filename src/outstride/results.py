@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,6 +32,12 @@ class Stats:
     nodes: int = 0
     reused: int = 0
     preempted: int = 0
+    drafts: int = 0
+    """Passes in which something was drafted; in the others it was not worth it, or not possible."""
+    expected: float = 0.0
+    """Accepted tokens that `auto` expected of what it drafted."""
+    sources: dict[str, int] = field(default_factory=dict)
+    """Accepted tokens by drafter."""
     seconds: float = 0.0
     first_token_seconds: float = 0.0
 
@@ -37,6 +45,23 @@ class Stats:
     def of(cls, counts: Counts, seconds: float, first: float) -> Stats:
         values = {name: getattr(counts, name) for name in Counts.__slots__}
         return cls(**values, seconds=seconds, first_token_seconds=first)
+
+    @classmethod
+    def total(cls, parts: Iterable[Completion]) -> Stats:
+        """The counts of several answers that ran side by side; seconds are those of the slowest."""
+        stats = [part.stats for part in parts]
+        values: dict[str, Any] = {
+            name: sum(getattr(s, name) for s in stats)
+            for name in Counts.__slots__
+            if name != "sources"
+        }
+        sources = sum((Counter(s.sources) for s in stats), Counter[str]())
+        return cls(
+            **values,
+            sources=dict(sources),
+            seconds=max((s.seconds for s in stats), default=0.0),
+            first_token_seconds=min((s.first_token_seconds for s in stats), default=0.0),
+        )
 
     @property
     def tokens_per_pass(self) -> float:

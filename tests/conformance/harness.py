@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from outstride import registry
 from outstride.core.contracts import CAUSAL, Exactness, Method, Vision
 from outstride.core.params import SamplingParams
 from outstride.core.sequence import Sequence
+from outstride.engine.cost import Cost
 from outstride.engine.engine import Engine
 from outstride.engine.ledger import Progress
 from outstride.engine.scheduler import Limits
@@ -45,6 +46,8 @@ class Bench:
     sequences: int = 64
     vision: Vision = CAUSAL
     draft_pages: int | None = None
+    cost: Mapping[int, float] = field(default_factory=lambda: {1: 1.0, 64: 1.2})
+    """What a pass is said to cost: a curve that is measured would differ from run to run."""
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -56,6 +59,7 @@ class Bench:
             limits=Limits(nodes=self.nodes, sequences=self.sequences),
             end_tokens=[END],
             spell=lambda token: LETTERS[token].encode(),
+            cost=Cost(self.cost, frozen=True),
         )
         self.texts: dict[int, str] = {}
         self.tokens: dict[int, list[int]] = {}

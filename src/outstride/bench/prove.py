@@ -378,8 +378,8 @@ def prove(
             case = report.cases[i]
             _compare(llm, case, tokens[i], references[i], result, "batch")
             if case.error is None and case.failure is None:
-                case.stats = _sum(result.outputs)
-                case.plain_stats = _sum(references[i].outputs)
+                case.stats = Stats.total(result.outputs)
+                case.plain_stats = Stats.total(references[i].outputs)
                 case.tokens = case.stats.emitted
         tick(len(chunk))
     for i in range(alone):
@@ -392,17 +392,3 @@ def prove(
     if not report.answered:
         raise OutstrideError(f"no prompt could be answered: {report.cases[0].error}")
     return report
-
-
-def _sum(outputs: Sequence[Completion]) -> Stats:
-    """The counts of all samples of a request; seconds are those of the slowest."""
-    values = {
-        name: sum(getattr(output.stats, name) for output in outputs)
-        for name in Stats.__slots__
-        if name not in ("seconds", "first_token_seconds")
-    }
-    return Stats(
-        **values,
-        seconds=max(output.stats.seconds for output in outputs),
-        first_token_seconds=min(output.stats.first_token_seconds for output in outputs),
-    )

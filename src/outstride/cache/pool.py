@@ -115,9 +115,9 @@ class PagePool:
         """Pages for `nodes` more entries, and the first of them writable; None if there are none."""
         used, size, pages = len(table.positions), self.page_size, table.pages
         last = used // size
-        if used + nodes <= size * len(pages) and last == len(pages) - 1:
-            if self._refs[pages[last]] == 1:  # most often: the last page has room
-                return Moves()
+        fits = used + nodes <= size * len(pages) and last == len(pages) - 1
+        if fits and self._refs[pages[last]] == 1:  # most often: the last page has room
+            return Moves()
         need = self.pages_for(used + nodes) - len(pages)
         copies = [i for i in range(last, len(table.pages)) if self._refs[table.pages[i]] > 1]
         if max(need, 0) + len(copies) > self.available:

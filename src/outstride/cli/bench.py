@@ -6,10 +6,12 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from outstride.cli import screen
-from outstride.cli.context import Context, add_model_options
+from outstride.cli import sampling, screen
+from outstride.cli.context import Context, add_model_options, check_method
 
 if TYPE_CHECKING:
+    from outstride.bench.acceptance import AcceptanceReport
+    from outstride.bench.decode import DecodeReport
     from outstride.bench.fidelity import FidelityReport
     from outstride.bench.peers import PeerReport
     from outstride.bench.result import BenchResult
@@ -82,6 +84,48 @@ def add(commands: Any) -> None:
     )
     output(step)
     step.set_defaults(action=run_step)
+    decode = kinds.add_parser(
+        "decode",
+        help="methods beside each other on the same prompts",
+        description="Answers prompts with several methods in turns: tokens per pass, tokens per "
+        "second, speed against plain, and where the time goes. The last line is one JSON object.",
+        allow_abbrev=False,
+    )
+    add_model_options(decode)
+    decode.add_argument(
+        "--methods",
+        default="auto",
+        metavar="NAMES",
+        help="methods besides plain, with spaces between them: 'auto ngram:length=4' (default auto)",
+    )
+    decode.add_argument(
+        "--prompts", metavar="FILE", help="as for prove (default: a dozen built-in prompts)"
+    )
+    decode.add_argument(
+        "--limit", type=int, metavar="N", help="only N prompts, spread evenly over the file"
+    )
+    decode.add_argument(
+        "--random",
+        type=int,
+        default=0,
+        metavar="N",
+        help="N more prompts that nothing can be guessed about (default 0)",
+    )
+    decode.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="prompts at a time (default 1)"
+    )
+    decode.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="how often to run it all (default 1)"
+    )
+    decode.add_argument(
+        "--warm",
+        action="store_true",
+        help="one more round in which drafters remember the first one",
+    )
+    decode.add_argument("--raw", action="store_true", help="prompts as they are; no chat template")
+    output(decode)
+    sampling.add(decode, without=("logprobs",), max_tokens=160)
+    decode.set_defaults(action=run_decode)
     fidelity = kinds.add_parser(
         "fidelity",
         help="how close a weights format stays to fp32",
@@ -104,6 +148,32 @@ def add(commands: Any) -> None:
     )
     output(fidelity)
     fidelity.set_defaults(action=run_fidelity)
+    acceptance = kinds.add_parser(
+        "acceptance",
+        help="how often rules accept, and how often the best possible one would",
+        description="Compares acceptance rules with the optimum on synthetic pairs of distributions. "
+        "No model is loaded. The last line is one JSON object.",
+        allow_abbrev=False,
+    )
+    acceptance.add_argument(
+        "--candidates",
+        type=_numbers,
+        default=[1, 2, 4, 8],
+        metavar="N,N,…",
+        help="numbers of candidates (default 1,2,4,8)",
+    )
+    acceptance.add_argument(
+        "--vocabulary", type=int, default=256, metavar="N", help="tokens (default 256)"
+    )
+    acceptance.add_argument(
+        "--pairs",
+        type=int,
+        default=8,
+        metavar="N",
+        help="pairs of distributions for each quality of draft (default 8)",
+    )
+    output(acceptance)
+    acceptance.set_defaults(action=run_acceptance)
 
 
 def _choose(parser: argparse.ArgumentParser) -> int:
@@ -294,6 +364,104 @@ def _print_peers(report: PeerReport, result: BenchResult) -> None:
     console.print()
 
 
+# --- methods --------------------------------------------------------------------------------------
+
+
+def run_decode(args: argparse.Namespace, context: Context) -> int:
+    """Compares methods."""
+    from dataclasses import asdict
+
+    from outstride.bench import prompts
+    from outstride.bench.decode import decode, incompressible
+    from outstride.bench.result import BenchResult
+
+    params = sampling.params_of(args)
+    methods = args.methods.split()
+    for spec in methods:
+        check_method(spec)
+    listed = prompts.read_prompts(args.prompts) if args.prompts else prompts.built_in()
+    listed = prompts.spread(listed, args.limit)
+    settings = {
+        "model": args.model,
+        "methods": methods,
+        "prompts": args.prompts or "built-in",
+        "limit": args.limit,
+        "random": args.random,
+        "batch": args.batch,
+        "rounds": args.rounds,
+        "warm": args.warm,
+        "raw": args.raw,
+        "params": asdict(params),
+    }
+    result = BenchResult("decode", settings)
+    with context.load(args.model, args.weights) as llm:
+        settings["fingerprint"] = llm.fingerprint
+        with screen.bar("answers") as progress:
+            report = decode(
+                llm,
+                methods,
+                [*listed, *incompressible(llm, args.random)],
+                params,
+                batch=args.batch,
+                rounds=args.rounds,
+                warm=args.warm,
+                raw=args.raw,
+                progress=progress,
+            )
+        if llm.engine.scheduler.cost is not None:
+            settings["cost"] = {n: round(s, 6) for n, s in llm.engine.scheduler.cost.knots.items()}
+    result.finish(report.samples(), report.summary())
+    if not args.json:
+        _print_decode(report, result)
+    return _close(result, args)
+
+
+def _print_decode(report: DecodeReport, result: BenchResult) -> None:
+    from rich.table import Table
+
+    console = screen.console()
+    machine, settings = result.machine, result.settings
+    console.print(
+        f"[bold]{settings['model']}[/bold], {settings['batch']} at a time, "
+        f"{settings['params']['max_tokens']} tokens, temperature "
+        f"{settings['params']['temperature']}, on {machine['accelerator'] or machine['cpu']}"
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("method")
+    table.add_column("task")
+    for name in ("equal", "tokens/pass", "nodes/pass", "tok/s", "x plain", "at least"):
+        table.add_column(name, justify="right")
+    for name in ("draft", "forward", "accept", "commit"):
+        table.add_column(name, justify="right", style="dim")
+    before = ""
+    for line in report.lines():
+        name = f"{line.method} (warm)" if line.warm else line.method
+        if before and name != before:
+            table.add_section()
+        shares = {**line.shares, "draft": line.shares["propose"]}
+        shares["commit"] += line.shares["plan"]
+        table.add_row(
+            name if name != before else "",
+            line.group,
+            f"{line.equal}/{line.prompts}",
+            f"{line.tokens_per_pass:.2f}",
+            f"{line.nodes_per_pass:.1f}",
+            f"{line.tokens_per_second:.1f}",
+            f"{line.ratio:.2f}",
+            f"{line.bound:.2f}",
+            *(f"{shares[verb]:.0%}" for verb in ("draft", "forward", "accept", "commit")),
+            style="bold" if line.group == "all" else None,
+        )
+        before = name
+    console.print(table)
+    console.print(
+        "x plain: time of plain against time of the method on the same prompts, mean over tasks; "
+        "at least: lower end of its 95% interval; commit includes planning",
+        style="dim",
+    )
+    console.print()
+
+
 # --- fidelity -------------------------------------------------------------------------------------
 
 
@@ -341,3 +509,43 @@ def _print_fidelity(report: FidelityReport, settings: dict[str, Any]) -> None:
         f"{difference:+.4f} (must be within {MOST_LOSS:g})\n"
         f"{'met' if report.met else 'not met'}\n"
     )
+
+
+# --- acceptance -----------------------------------------------------------------------------------
+
+
+def run_acceptance(args: argparse.Namespace, _: Context) -> int:
+    """Compares acceptance rules with the optimum."""
+    from outstride.bench import acceptance
+    from outstride.bench.result import BenchResult
+
+    noises = (0.3, 0.7, 1.2, 2.0)
+    settings = {
+        "noises": noises,
+        "candidates": args.candidates,
+        "vocabulary": args.vocabulary,
+        "pairs": args.pairs,
+    }
+    result = BenchResult("acceptance", settings)
+    with screen.bar("pairs") as progress:
+        report = acceptance.measure(
+            noises, args.candidates, size=args.vocabulary, pairs=args.pairs, progress=progress
+        )
+    result.finish(report.samples(), report.summary())
+    if not args.json:
+        _print_acceptance(report)
+    return _close(result, args)
+
+
+def _print_acceptance(report: AcceptanceReport) -> None:
+    from rich.table import Table
+
+    from outstride.bench.acceptance import RULES
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("overlap", "candidates", *RULES):
+        table.add_column(name, justify="right")
+    for case in report.cases:
+        rates = [f"{case.rates[name]:.3f}" for name in RULES]
+        table.add_row(f"{case.overlap:.2f}", str(case.candidates), *rates)
+    screen.console().print("[bold]How often one of the candidates is taken[/bold]", table, sep="\n")

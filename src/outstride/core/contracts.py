@@ -35,12 +35,15 @@ class Demand:
     """How many nodes beyond the given ones a drafter could use, and what it expects of them.
 
     The plan grants at least `least` or delays the sequence, and at most `most`; `gain` is the
-    expected number of accepted tokens, by which scarce nodes are shared out.
+    expected number of accepted tokens, by which scarce nodes are shared out. A drafter that leaves
+    its size to the plan says what it expects of each further node instead (`gains`, falling): it is
+    granted as many as are worth what they cost in the pass that is being planned.
     """
 
     least: int = 0
     most: int = 0
     gain: float = 0.0
+    gains: tuple[float, ...] = ()
 
 
 class Drafter:
@@ -51,6 +54,8 @@ class Drafter:
     """The models, besides the target, that it asks."""
     wants: Wants = Wants()
     """What it wants to learn from the target's pass, besides the tokens."""
+    weighed: bool = False
+    """Whether it leaves its size to the plan, which then needs to know what passes cost."""
 
     def demand(self, view: View) -> Demand:
         """Asked before planning."""
@@ -165,6 +170,7 @@ class Model(Protocol):
     """What the engine needs of a model. Models never decide."""
 
     vocab_size: int
+    layers: int
     context: int
     vision: Vision
     page_size: int

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -52,6 +52,20 @@ class Draw:
 
 
 GREEDY = Draw()
+
+
+def independent(draw: Draw, *keys: int) -> Draw:
+    """The same draw with noise of its own for each combination of keys: a step, a branch.
+
+    For draws that do not belong to positions: those of methods that keep the distribution only.
+    """
+    seed = draw.seed
+    for key in keys:  # the finaliser of splitmix64
+        seed = (seed ^ (key + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        seed = (seed ^ seed >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        seed = (seed ^ seed >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        seed ^= seed >> 31
+    return replace(draw, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,12 @@ class Counts:
     reused: int = 0
     """Prompt tokens found in the prefix tree."""
     preempted: int = 0
+    drafts: int = 0
+    """Passes in which something was drafted."""
+    expected: float = 0.0
+    """Accepted tokens that the plan expected of the nodes that it granted for what they are worth."""
+    sources: dict[str, int] = field(default_factory=dict)
+    """Accepted tokens by drafter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +148,16 @@ class Sequence:
 class View:
     """What a method may know of its sequence."""
 
-    __slots__ = ("_features", "_own", "_sequence", "_visions", "allotted", "chunk", "limit")
+    __slots__ = (
+        "_features",
+        "_own",
+        "_sequence",
+        "_visions",
+        "allotted",
+        "chunk",
+        "layers",
+        "limit",
+    )
 
     def __init__(
         self,
@@ -152,6 +167,7 @@ class View:
         allotted: int = 0,
         chunk: int = 256,
         features: Mapping[str, Any] | None = None,
+        layers: int = 0,
     ) -> None:
         self._sequence = sequence
         self._visions = visions
@@ -162,12 +178,20 @@ class View:
         """The sequence never grows beyond this length."""
         self.chunk = chunk
         """How many given nodes another model should read in one round, at the most."""
+        self.layers = layers
+        """How many layers the target has."""
         self._own: tuple[Any] | None = None
 
     def with_state(self, state: Any) -> View:
         """The same view for a part of a method, which has a state of its own."""
         view = View(
-            self._sequence, self._visions, self.limit, self.allotted, self.chunk, self._features
+            self._sequence,
+            self._visions,
+            self.limit,
+            self.allotted,
+            self.chunk,
+            self._features,
+            self.layers,
         )
         view._own = (state,)
         return view

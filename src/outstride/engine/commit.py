@@ -53,9 +53,10 @@ class Commit:
             self._keep(turn, verdict, moves)
             if not turn.reading:
                 observe = sequence.method.drafter.observe
-                sequence.state = self._roster.guard(
-                    sequence, observe, turn.view, turn.proposal, score, verdict
-                )
+                with self._ledger.clock("propose"):
+                    sequence.state = self._roster.guard(
+                        sequence, observe, turn.view, turn.proposal, score, verdict
+                    )
                 if sequence.status is not Status.RUNNING:
                     continue
             self._fork(turn, verdict)
@@ -116,7 +117,13 @@ class Commit:
         for item in due:
             sequence = item.turn.sequence
             self._note_logprobs(item)
-            self._ledger.count(sequence, item.turn.proposal, item.verdict, item.emitted)
+            self._ledger.count(
+                sequence,
+                item.turn.proposal,
+                item.verdict,
+                item.emitted,
+                item.turn.share.gain,
+            )
             if item.emitted:
                 news[sequence] = item.emitted
         for sequence in self._roster.leaving():

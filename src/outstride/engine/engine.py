@@ -7,6 +7,7 @@ a pass was worth is what its verdict settles and keeps.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 
 from outstride.core.contracts import Demand, Grammar, Method, Model
@@ -15,6 +16,7 @@ from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET, Scores, Verdict
 from outstride.core.sequence import Sequence, Status
 from outstride.engine.commit import Commit
+from outstride.engine.cost import Cost
 from outstride.engine.drafting import Drafting
 from outstride.engine.ledger import Ledger, Progress
 from outstride.engine.passes import Passes, Turn
@@ -35,11 +37,13 @@ class Engine:
         limits: Limits | None = None,
         end_tokens: Collection[int] = (),
         spell: Spell | None = None,
+        cost: Cost | None = None,
     ) -> None:
         limits = limits or Limits()
         self.ledger = Ledger()
         self.passes = Passes(models, end_tokens)
         self.scheduler = Scheduler(self.passes.pools, self.passes.visions, limits)
+        self.scheduler.cost = cost
         self.roster = Roster(self.passes, self.scheduler, end_tokens, spell)
         self.drafting = Drafting(self.passes, self.roster, self.ledger, limits.nodes)
         self.commit = Commit(self.passes, self.roster, self.ledger)
@@ -49,7 +53,7 @@ class Engine:
 
         What the pass before it did is told while this one runs.
         """
-        clock = self.ledger.clock
+        start, clock = time.perf_counter(), self.ledger.clock
         with clock("plan"):
             plan = self.scheduler.plan(self._demand)
             self.passes.move(TARGET, plan.moves)
@@ -67,11 +71,14 @@ class Engine:
             verdicts = self._accept(scores)
         with clock("commit"):
             self.commit(verdicts, scores)
-        self.ledger.record(turn.proposal for turn in turns)
+        nodes = self.ledger.record(turn.proposal for turn in turns)
+        if self.scheduler.cost is not None and not any(turn.reading for turn in turns):
+            self.scheduler.cost.observe(nodes, time.perf_counter() - start)
 
     def _demand(self, sequence: Sequence) -> Demand:
         view = self.passes.view(sequence, self.scheduler.limits.nodes)
-        return self.roster.guard(sequence, sequence.method.drafter.demand, view) or Demand()
+        with self.ledger.clock("propose"):
+            return self.roster.guard(sequence, sequence.method.drafter.demand, view) or Demand()
 
     def _accept(self, scores: Mapping[Turn, Scores]) -> dict[Turn, Verdict]:
         """Each acceptor's verdict; a share that only reads has nothing to judge."""
@@ -112,9 +119,7 @@ class Engine:
     def busy(self) -> bool:
         """Whether a step would do or report anything."""
         scheduler = self.scheduler
-        return bool(
-            scheduler.running or scheduler.waiting or self.roster.ended or self.commit.due
-        )
+        return bool(scheduler.running or scheduler.waiting or self.roster.ended or self.commit.due)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every pool agrees with every table."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from outstride.core.proposal import Proposal, Verdict
@@ -22,6 +21,33 @@ class Progress:
     finished: bool = False
 
 
+class Clock:
+    """Runs while it is entered, unless another one is entered meanwhile."""
+
+    __slots__ = ("_running", "_seconds", "_since", "_verb")
+
+    def __init__(self, seconds: dict[str, float], running: list[Clock], verb: str) -> None:
+        self._seconds, self._running, self._verb = seconds, running, verb
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        now = time.perf_counter()
+        if self._running:
+            self._running[-1]._pause(now)
+        self._running.append(self)
+        self._since = now
+
+    def __exit__(self, *_: object) -> None:
+        now = time.perf_counter()
+        self._pause(now)
+        self._running.pop()
+        if self._running:
+            self._running[-1]._since = now
+
+    def _pause(self, now: float) -> None:
+        self._seconds[self._verb] += now - self._since
+
+
 @dataclass(slots=True)
 class Ledger:
     """Totals of an engine. Seconds are by verb: plan, propose, forward, accept, commit."""
@@ -30,18 +56,19 @@ class Ledger:
     steps: int = 0
     model_passes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _running: list[Clock] = field(default_factory=list)
 
-    @contextmanager
-    def clock(self, verb: str) -> Iterator[None]:
-        """Adds the time spent inside to a verb."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[verb] += time.perf_counter() - start
+    def clock(self, verb: str) -> Clock:
+        """Adds the time spent inside to a verb; a verb inside another stops that one's clock."""
+        return Clock(self.seconds, self._running, verb)
 
     def count(
-        self, sequence: Sequence, proposal: Proposal, verdict: Verdict, emitted: list[int]
+        self,
+        sequence: Sequence,
+        proposal: Proposal,
+        verdict: Verdict,
+        emitted: list[int],
+        expected: float = 0.0,
     ) -> None:
         """Enters what one pass did for one sequence, and where its tokens came from."""
         nodes = len(proposal.graph)
@@ -63,18 +90,24 @@ class Ledger:
             counts.proposed += drafted
             counts.accepted += accepted
             counts.emitted += len(emitted)
+            counts.drafts += bool(drafted)
+            counts.expected += expected
         step = sequence.counts.passes + sequence.counts.prompt_passes
         for position, token in enumerate(emitted, start=start):
             if position in sources:
                 kind, source = "drafted", sources[position]
+                for counts in (sequence.counts, self.total):
+                    counts.sources[source] = counts.sources.get(source, 0) + 1
             else:
                 kind, source = ("bonus" if drafted else "plain"), sequence.method.name
             sequence.trace.append(Provenance(token, step, source, kind))
 
-    def record(self, proposals: Iterable[Proposal]) -> None:
-        """Enters a step as a whole."""
+    def record(self, proposals: Iterable[Proposal]) -> int:
+        """Enters a step as a whole; returns how many nodes its pass had."""
+        nodes = sum(len(proposal.graph) for proposal in proposals)
         self.steps += 1
-        self.total.nodes += sum(len(proposal.graph) for proposal in proposals)
+        self.total.nodes += nodes
+        return nodes
 
     def count_round(self, model: str, sequences: list[Sequence]) -> None:
         """Enters a pass of another model than the target."""

@@ -66,7 +66,8 @@ class Passes:
                 sequence.tables[name] = self.pools[name].open(sequence.tokens, sequence.salt)
         view = sequence.view
         if view is None:
-            view = View(sequence, self.visions, sequence.limit, 0, chunk, self._readers)
+            layers = self.models[TARGET].layers
+            view = View(sequence, self.visions, sequence.limit, 0, chunk, self._readers, layers)
             sequence.view = view
         view.allotted = allotted
         return view

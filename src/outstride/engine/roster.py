@@ -12,6 +12,7 @@ from outstride.core.contracts import Grammar, Method
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Sequence, Status
+from outstride.engine.cost import measure
 from outstride.engine.ledger import Progress
 from outstride.engine.passes import Passes
 from outstride.engine.scheduler import Scheduler
@@ -89,6 +90,8 @@ class Roster:
                 f"prompt and answer may need {limit} cache entries; there are {pool.capacity} in all"
                 " (ask for fewer tokens, or give the engine more pages)"
             )
+        if method.drafter.weighed and self._scheduler.cost is None:
+            self._scheduler.cost = measure(model, pool, self._scheduler.limits.nodes)
         number = next(self._ids)
         sequence = Sequence(
             id=number,

@@ -5,7 +5,9 @@ is being generated has one of them, a fresh prompt has many. Each step hands out
 
 1. everybody who has one token pending gets its node, and what its method needs at the least;
 2. prompts take from what is left, oldest first, in chunks: a long one never holds up the others;
-3. drafts share the rest, best expected gain per node first.
+3. drafts of a size of their own share the rest, best expected gain per node first;
+4. drafts that leave their size to the plan get the nodes that are worth what they cost in this pass,
+   by the measured cost of passes: many when nobody else is there, none when the machine is full.
 
 When pages run out, drafts go first, then the youngest sequence is preempted: it keeps its tokens,
 loses its entries and is read again later, which changes nothing of what it will say.
@@ -21,6 +23,7 @@ from outstride.cache.pool import Moves, PagePool
 from outstride.core.contracts import Demand, Vision
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Sequence, Status, Table
+from outstride.engine.cost import Cost
 
 
 @dataclass(slots=True)
@@ -32,6 +35,8 @@ class Share:
     room: int
     pending: int
     """How many settled tokens the target has not read."""
+    gain: float = 0.0
+    """Accepted tokens expected of nodes that the plan granted for what they are worth."""
 
 
 @dataclass(slots=True)
@@ -76,6 +81,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._served: dict[int, int] = {}
         self._clock = 0
+        self.cost: Cost | None = None
+        """What passes cost; there as soon as a method wants the plan to weigh its nodes."""
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.running
@@ -142,7 +149,8 @@ class Scheduler:
             plan.shares.append(share)
         if not preempted:
             budget = self._admit(plan, demands, budget)
-        self._widen(plan, demands, budget)
+        budget = self._widen(plan, demands, budget)
+        self._weigh(plan, demands, budget)
         for share in plan.shares:
             served[share.sequence.id] = self._clock
         return plan
@@ -213,8 +221,8 @@ class Scheduler:
             plan.shares.append(share)
         return budget
 
-    def _widen(self, plan: Plan, demands: _Demands, budget: int) -> None:
-        """Gives drafts what is left."""
+    def _widen(self, plan: Plan, demands: _Demands, budget: int) -> int:
+        """Gives drafts of a given size what is left."""
         wishes = []
         for share in plan.shares:
             demand = demands[share.sequence]
@@ -234,3 +242,48 @@ class Scheduler:
                     budget -= extra
                     break
                 extra //= 2
+        return budget
+
+    def _weigh(self, plan: Plan, demands: _Demands, budget: int) -> None:
+        """Grants nodes, best first, as far as tokens per second are expected to rise."""
+        if self.cost is None or budget <= 0:
+            return
+        emitting = [share for share in plan.shares if share.given == share.pending]
+        offers = sorted(
+            (
+                (-gain, place, share)
+                for share in emitting
+                for place, gain in enumerate(demands[share.sequence].gains)
+            ),
+            key=lambda offer: offer[:2],
+        )[:budget]
+        if not offers:
+            return
+        nodes = sum(share.given + share.room for share in plan.shares)
+        reading = sum(share.given - 1 for share in emitting) + sum(
+            share.given for share in plan.shares if share.given < share.pending
+        )
+        curve = self.cost.curve(nodes + len(offers))
+        # Prompts are read in any case: what they cost does not make drafts any cheaper.
+        base = curve[max(nodes - reading, 1)] - curve[nodes]
+        tokens, worth = float(len(emitting)), 0
+        best = tokens / (base + curve[nodes])
+        for count, (gain, _, _) in enumerate(offers, start=1):
+            tokens -= gain
+            rate = tokens / (base + curve[nodes + count])
+            if rate > best:
+                best, worth = rate, count
+        granted: dict[int, list[float]] = {}
+        for gain, _, share in offers[:worth]:
+            granted.setdefault(share.sequence.id, []).append(-gain)
+        for share in emitting:
+            gains = granted.get(share.sequence.id, [])
+            table: Table = share.sequence.tables[TARGET]
+            while gains:
+                moves = self._pool.reserve(table, share.given + share.room + len(gains))
+                if moves is not None:
+                    plan.moves.add(moves)
+                    share.room += len(gains)
+                    share.gain = sum(gains)
+                    break
+                gains = gains[: len(gains) // 2]

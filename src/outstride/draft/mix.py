@@ -1,0 +1,274 @@
+"""Several drafters in one graph: what each is good at, judged by how often it was right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outstride import registry
+from outstride.core.contracts import Demand, Drafter, Guessing, Rounds
+from outstride.core.guess import Guess, Odds, PerTenant, Sign
+from outstride.core.proposal import Proposal, Scores, Verdict, Wants
+from outstride.core.sequence import View
+from outstride.registry import method
+
+LEAST = 0.01
+"""Nodes that are expected to hold less often are not worth a thought."""
+
+
+@dataclass(slots=True)
+class Joined:
+    """Guesses of several drafters as one tree, with the chance that each node will be reached."""
+
+    guess: Guess
+    claims: list[tuple[Sign, ...]]
+    """By node: what each drafter that guessed it went by."""
+    children: dict[int, list[int]]
+    order: list[int]
+    """Nodes, best first: parents always come before their children."""
+    gains: list[float]
+    """In that order."""
+
+    @classmethod
+    def of(cls, guesses: Sequence[Guess], odds: Odds) -> Joined:
+        """Merges what is the same; what contradicts a likelier guess is worth what that leaves."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        chances: list[float] = []
+        claims: list[tuple[Sign, ...]] = []
+        children: dict[int, list[int]] = {}
+        known: dict[tuple[int, int], int] = {}
+        for guess in guesses:
+            places: list[int] = []
+            for token, parent, sign, prior in zip(
+                guess.tokens, guess.parents, guess.signs, guess.chances, strict=True
+            ):
+                above = places[parent] if parent >= 0 else -1
+                chance = odds.chance(sign, prior)
+                node = known.get((above, token))
+                if node is None:
+                    node = known[above, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(above)
+                    chances.append(chance)
+                    claims.append((sign,))
+                    children.setdefault(above, []).append(node)
+                else:
+                    claims[node] += (sign,)
+                    chances[node] = 1.0 - (1.0 - chances[node]) * (1.0 - chance)
+                places.append(node)
+        joined = [_together(signs) for signs in claims]
+        for node, signs in enumerate(claims):
+            if len(signs) > 1:
+                chances[node] = odds.chance(joined[node], chances[node])
+        if len(guesses) > 1:
+            for rivals in children.values():
+                if len(rivals) > 1:
+                    _discount(rivals, joined, chances, odds)
+        gains: list[float] = []
+        for node, parent in enumerate(parents):
+            gains.append(chances[node] * (gains[parent] if parent >= 0 else 1.0))
+        order = [node for node, gain in enumerate(gains) if gain >= LEAST]
+        order.sort(key=lambda node: -gains[node])
+        return cls(
+            Guess(tokens, parents, joined, chances),
+            claims,
+            children,
+            order,
+            [gains[node] for node in order],
+        )
+
+    def best(self, count: int) -> Guess:
+        """The `count` best nodes as a tree of their own."""
+        chosen, whole, places = Guess(), self.guess, {-1: -1}
+        for node in self.order[:count]:
+            places[node] = chosen.add(
+                whole.tokens[node],
+                places[whole.parents[node]],
+                whole.signs[node],
+                whole.chances[node],
+            )
+        return chosen
+
+    def learn(self, tokens: Sequence[int], odds: Odds) -> None:
+        """Compares with what was said: drafted or not, every guess on the way was right or wrong."""
+        node = -1
+        for said in tokens:
+            reached = None
+            for child in self.children.get(node, ()):
+                held = self.guess.tokens[child] == said
+                odds.learn(self.guess.signs[child], held)
+                for sign in self.claims[child]:
+                    if sign is not self.guess.signs[child]:
+                        odds.learn(sign, held)
+                if held:
+                    reached = child
+            if reached is None:
+                return
+            node = reached
+
+
+def _together(signs: tuple[Sign, ...]) -> Sign:
+    """What a node goes by that several drafters agree on."""
+    if len(signs) == 1:
+        return signs[0]
+    return Sign("+".join(s.source for s in signs), tuple(k for s in signs for k in s.key))
+
+
+def _discount(rivals: list[int], signs: list[Sign], chances: list[float], odds: Odds) -> None:
+    """Drafters that contradict each other cannot all be right: the likelier one comes first."""
+    rivals = sorted(rivals, key=lambda node: -chances[node])
+    taken: dict[str, float] = {}
+    total = 0.0
+    for node in rivals:
+        sign = signs[node]
+        others = total - taken.get(sign.source, 0.0)
+        if others > 0.05:
+            signs[node] = Sign(sign.source, (*sign.key, -1 - int(4 * min(others, 0.99))))
+            chances[node] = odds.chance(signs[node], chances[node] * max(1.0 - others, 0.0))
+        taken[sign.source] = taken.get(sign.source, 0.0) + chances[node]
+        total += chances[node]
+
+
+@dataclass(slots=True)
+class _State:
+    """One sequence: its drafters' states, how often they were right, and the guess at hand."""
+
+    parts: list[Any]
+    odds: Odds
+    joined: Joined | None = None
+    end: int = -1
+    """Where the guess at hand begins."""
+    idle: int = 0
+    """For how many steps nothing was worth drafting."""
+    last: int = 8
+    """How many nodes were drafted when it was last worth it."""
+
+
+@method("mix", family="joined")
+class Mix(Drafter):
+    """Joins several drafters in one tree, best expected gain first, what is the same merged.
+
+    How often each kind of guess holds is tracked, for the sequence and for everybody (of a tenant),
+    whether it was drafted or not.
+
+    Paper: none of its own; trees from several sources as in Sequoia (Chen et al., 2024) and
+      PPD (Chen et al., 2024), here with odds that are tracked instead of trained
+    Exactness: exact
+    Needs: nothing
+    Cost per step: `nodes` further nodes at the most, and what the drafters cost
+    """
+
+    def __init__(self, *, parts: str = "suffix+recycle", nodes: int = 32) -> None:
+        if nodes < 1:
+            raise ValueError("needs nodes >= 1")
+        self.nodes = nodes
+        self._drafters = [self._part(name) for name in parts.split("+")]
+        self.wants = Wants(best=max(drafter.wants.best for drafter in self._drafters))
+        self._odds = PerTenant(lambda: Odds(weight=12.0))
+
+    @staticmethod
+    def _part(name: str) -> Drafter:
+        drafter = registry.build(name.strip()).drafter
+        if drafter.models or type(drafter).propose is not Drafter.propose:
+            raise ValueError(f"{name!r} cannot be joined: it needs passes of its own")
+        return drafter
+
+    # --- what there is to draft ---------------------------------------------------------------------
+
+    def _made(self, view: View, most: int) -> Joined | None:
+        """The guess at hand, made anew if the text has grown."""
+        state: _State | None = view.state
+        if state is None or view.pending() != 1 or view.limit - view.end <= 1:
+            return None
+        if state.end != view.end:
+            guesses = []
+            for drafter, its in zip(self._drafters, state.parts, strict=True):
+                if found := _run(drafter.guess(view.with_state(its), most)):
+                    guesses.append(found)
+            state.joined, state.end = Joined.of(guesses, state.odds), view.end
+        return state.joined
+
+    def demand(self, view: View) -> Demand:
+        joined = self._made(view, self.nodes)
+        if joined is None:
+            return Demand()
+        gains = joined.gains[: self.nodes]
+        return Demand(most=len(gains), gain=sum(gains))
+
+    def guess(self, view: View, room: int) -> Guessing:
+        yield from ()
+        joined = self._made(view, self.nodes)
+        return Guess() if joined is None else joined.best(room)
+
+    def propose(self, view: View, room: int) -> Rounds:
+        proposal = yield from super().propose(view, room)
+        joined: Joined | None = view.state.joined if view.state else None
+        if joined is not None:
+            proposal.labels = {
+                proposal.given + i: joined.guess.signs[node].source
+                for i, node in enumerate(joined.order[: len(proposal.graph) - proposal.given])
+            }
+        return proposal
+
+    # --- what came of it ----------------------------------------------------------------------------
+
+    def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> _State:
+        state: _State | None = view.state
+        if state is None:
+            kind = "greedy" if view.params.temperature == 0.0 else "sampled"
+            odds = Odds(self._odds.of(f"{kind} {view.salt}"))
+            state = _State([None] * len(self._drafters), odds)
+        elif state.joined is not None:
+            state.joined.learn(view.tokens[state.end :], state.odds)
+            state.joined = None
+        drafted = len(proposal.graph) - proposal.given
+        state.idle = 0 if drafted else state.idle + 1
+        state.last = drafted or state.last
+        state.parts = [
+            drafter.observe(view.with_state(its), proposal, scores, verdict)
+            for drafter, its in zip(self._drafters, state.parts, strict=True)
+        ]
+        return state
+
+
+def _run(guessing: Guessing) -> Guess:
+    """A guess that needs no passes."""
+    try:
+        next(guessing)
+    except StopIteration as stop:
+        found: Guess = stop.value
+        return found
+    raise RuntimeError("a joined drafter asked for a pass")
+
+
+@method("auto", family="joined")
+class Auto(Mix):
+    """Drafts as much as pays at this moment: from nothing at all to a tree from several drafters.
+
+    After every step it weighs what each further token is expected to bring, by tracked odds, against
+    what one more node costs in the pass at hand, by a cost curve that is measured at the start and
+    corrected on line. Under load it shrinks to plain decoding by itself, and comes back.
+
+    Paper: none of its own; thresholds as in SpecDec++ (Huang et al., 2024), trees fitted to measured
+      hardware as in PPD (Chen et al., 2024) and Sequoia (Chen et al., 2024)
+    Exactness: exact
+    Needs: nothing
+    Cost per step: what is expected to pay, up to `nodes` further nodes
+    """
+
+    weighed = True
+    PATIENCE = 12
+    """After so many steps in which nothing paid, it looks only now and then."""
+    SELDOM = 4
+
+    def __init__(self, *, parts: str = "suffix+recycle", nodes: int = 48) -> None:
+        super().__init__(parts=parts, nodes=nodes)
+
+    def demand(self, view: View) -> Demand:
+        state: _State | None = view.state
+        if state is None or (state.idle > self.PATIENCE and view.steps % self.SELDOM):
+            return Demand()
+        joined = self._made(view, min(self.nodes, 2 * state.last + 4))
+        return Demand() if joined is None else Demand(gains=tuple(joined.gains[: self.nodes]))

@@ -1,0 +1,133 @@
+"""The cost curve, and the plan that weighs nodes by it."""
+
+from __future__ import annotations
+
+import pytest
+
+from outstride import registry
+from outstride.cache.pool import PagePool
+from outstride.core.contracts import Demand, Drafter, Guessing
+from outstride.core.guess import Guess, Sign
+from outstride.core.params import SamplingParams
+from outstride.core.sequence import View
+from outstride.engine.cost import Cost, measure
+from outstride.models.toy import Toy
+from tests.conformance.harness import Bench, alone, some_prompts, toy_method
+
+
+def test_the_curve_is_straight_between_knots_and_goes_on() -> None:
+    curve = Cost({1: 1.0, 2: 2.0, 4: 3.0}).curve(6)
+    assert curve[1:] == pytest.approx([1.0, 2.0, 2.5, 3.0, 3.5, 4.0])
+
+
+def test_more_nodes_never_cost_less() -> None:
+    assert Cost({1: 2.0, 2: 1.0, 4: 3.0}).curve(4)[1:] == pytest.approx([2.0, 2.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("knots", [{}, {0: 1.0}, {1: 0.0}])
+def test_a_curve_needs_sense(knots: dict[int, float]) -> None:
+    with pytest.raises(ValueError, match="needs positive seconds"):
+        Cost(knots)
+
+
+def test_a_slower_machine_raises_the_whole_curve() -> None:
+    cost = Cost({1: 1.0, 8: 2.0, 64: 4.0})
+    for _ in range(30):
+        cost.observe(8, 3.0)
+    assert cost.knots[8] == pytest.approx(3.0, rel=0.02)
+    assert cost.knots[1] == pytest.approx(1.5, rel=0.2)
+    assert cost.knots[64] == pytest.approx(6.0, rel=0.2)
+
+
+def test_a_knot_that_lies_wrong_is_put_right() -> None:
+    """Steps of both sizes say what each costs; the curve ends up between them."""
+    cost = Cost({1: 1.0, 8: 1.0, 64: 8.0})
+    for _ in range(400):
+        cost.observe(1, 1.0)
+        cost.observe(8, 2.0)
+    assert cost.knots[8] / cost.knots[1] == pytest.approx(2.0, rel=0.15)
+
+
+def test_one_interruption_changes_little() -> None:
+    cost = Cost({1: 1.0, 8: 2.0})
+    cost.observe(1, 500.0)
+    assert cost.knots[1] < 1.3
+
+
+def test_a_frozen_curve_stays() -> None:
+    cost = Cost({1: 1.0, 8: 2.0}, frozen=True)
+    cost.observe(1, 5.0)
+    assert cost.knots == {1: 1.0, 8: 2.0}
+
+
+def test_measuring_leaves_no_trace() -> None:
+    toy = Toy(pages=40)
+    pool = PagePool(toy.pages, toy.page_size)
+    cost = measure(toy, pool, 64)
+    assert cost is not None
+    assert set(cost.knots) == {1, 2, 4, 8, 16, 32, 64}
+    assert pool.available == 40
+    pool.check_integrity([])
+
+
+def test_without_room_nothing_is_measured() -> None:
+    toy = Toy(pages=4)
+    assert measure(toy, PagePool(toy.pages, toy.page_size), 64) is None
+
+
+class Offering(Drafter):
+    """Offers nodes with given gains, whatever they are."""
+
+    weighed = True
+
+    def __init__(self, gains: tuple[float, ...]) -> None:
+        self._gains = gains
+
+    def demand(self, view: View) -> Demand:
+        return Demand(gains=self._gains) if view.pending() == 1 else Demand()
+
+    def guess(self, view: View, room: int) -> Guessing:
+        yield from ()
+        guess = Guess()
+        guess.add_run([1] * min(room, view.limit - view.end - 1), Sign("offer"), 0.5)
+        return guess
+
+
+def nodes_drafted(bench: Bench, gains: tuple[float, ...], company: int = 0) -> float:
+    """Nodes per pass that a sequence was granted, on average."""
+    acceptor = registry.build("plain").acceptor
+    method = toy_method(Offering(gains), acceptor)
+    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
+    prompts = some_prompts(3, 1 + company)
+    found = bench.run(prompts, method, params)
+    for prompt, sequence in zip(prompts, found, strict=True):
+        assert sequence.output == alone(prompt, params)
+    first = found[0].counts
+    return first.proposed / (first.passes - 1)
+
+
+def test_nodes_that_cost_nothing_are_all_taken() -> None:
+    assert nodes_drafted(Bench(cost={1: 1.0, 64: 1.0}), (0.5, 0.2, 0.05)) > 2.5
+
+
+def test_nodes_that_cost_a_pass_each_are_not_taken() -> None:
+    assert nodes_drafted(Bench(cost={1: 1.0, 64: 64.0}), (0.5, 0.2, 0.05)) == 0
+
+
+def test_only_nodes_worth_their_cost_are_taken() -> None:
+    """A node costs a tenth of a pass: one that brings 0.5 tokens pays, one that brings 0.05 not."""
+    assert 0.9 < nodes_drafted(Bench(cost={1: 1.0, 64: 7.3}), (0.5, 0.05, 0.04)) <= 1.0
+
+
+def test_a_later_node_may_pay_for_a_step_in_the_curve() -> None:
+    """Up to eight nodes cost the same: if it pays at all, all of them are taken."""
+    stairs = {1: 1.0, 2: 1.5, 8: 1.5, 9: 3.0}
+    assert nodes_drafted(Bench(cost=stairs), (0.9, 0.8, 0.7, 0.6, 0.5)) > 4
+    assert nodes_drafted(Bench(cost=stairs), (0.3, 0.1)) == 0
+
+
+def test_under_load_drafts_shrink() -> None:
+    """A curve that is flat up to eight nodes and then steep: alone it pays, in company it does not."""
+    cost = {1: 1.0, 8: 1.0, 9: 2.0, 64: 57.0}
+    assert nodes_drafted(Bench(cost=cost), (0.5, 0.4, 0.3)) > 2
+    assert nodes_drafted(Bench(cost=cost, pages=400), (0.5, 0.4, 0.3), company=11) < 0.7
