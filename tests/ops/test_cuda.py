@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from outstride.core.contracts import Work
 from outstride.core.graph import TokenGraph, block, chain, tree, union
-from outstride.core.proposal import Wants
+from outstride.core.proposal import Proposal, Wants
 from outstride.core.sampling import Draw, Purpose, Rules, best
+from outstride.core.sequence import Table
 from outstride.models.config import DecoderConfig, RopeConfig
 from outstride.models.decoder import Decoder
 from outstride.ops.contract import Model, Ops
@@ -26,6 +28,10 @@ pytestmark = [
     pytest.mark.skipif(not available(), reason="needs an NVIDIA card and Triton"),
 ]
 
+BF16 = 2.0**-9
+"""The largest relative error of one rounding. A layer rounds about eight times one behind the other
+(states and inner values twice each, queries, keys, values, weights of attention), besides its weights.
+"""
 PAGES = invariance.PAGES
 CONFIGS = invariance.CONFIGS
 
@@ -80,7 +86,7 @@ def test_logits_are_near_the_reference(model: Decoder, context: int) -> None:
         right, got = (logits(hand.run(build(context))) for hand in hands)
         assert np.isfinite(got).all(), name
         error = np.linalg.norm(got - right) / np.linalg.norm(right)
-        assert error < 0.04, (name, error)  # bf16, and weights that make attention sharp
+        assert error < 16 * BF16, (name, error)  # two layers
     exact.close()
 
 
@@ -110,7 +116,7 @@ def test_large_matrices_are_near_the_reference(large: Decoder) -> None:
     exact = random_decoder(large.config, pages=64)
     prompt = tokens(150, vocab=5000)
     right, got = Hand(exact, PAGES).read(prompt), Hand(large, PAGES).read(prompt)
-    assert np.linalg.norm(got - right) / np.linalg.norm(right) < 0.02
+    assert np.linalg.norm(got - right) / np.linalg.norm(right) < 10 * BF16
     exact.close()
 
 
@@ -270,4 +276,105 @@ def test_passes_larger_than_all_before() -> None:
     prompt = tokens(1300)
     whole = Hand(model, list(range(90))).read(prompt)
     assert np.array_equal(Hand(model, list(range(90))).read(prompt, 500), whole)
+    model.close()
+
+
+# --- passes that are launched ahead ------------------------------------------------------------------
+
+
+class Walk:
+    """Sequences that go on step by step in tables of their own, as an engine moves them."""
+
+    def __init__(self, model: Decoder, pages: list[int]) -> None:
+        self.model, self.free = model, list(pages)
+        self.ahead = 0
+        """How many passes were under way when they were asked for."""
+        ops: Any = model.ops
+        go_on = ops._go_on
+
+        def counted(*arguments: Any) -> Any:
+            self.ahead += 1
+            return go_on(*arguments)
+
+        ops._go_on = counted
+
+    def step(self, walkers: list[Walker], wants: Wants | None = None) -> None:
+        works = []
+        for walker in walkers:
+            table, new = walker.table, walker.tokens[len(walker.table) :]
+            while len(table.pages) * 16 < len(walker.tokens):
+                table.pages.append(self.free.pop())
+            entries = np.arange(len(table), len(walker.tokens))
+            slots = np.asarray(table.pages)[entries // 16] * 16 + entries % 16
+            proposal = Proposal(
+                chain(new, len(table)),
+                given=len(new),
+                draw=walker.draw,
+                wants=wants or Wants(nodes=(len(new) - 1,)),
+            )
+            works.append(Work(proposal, table, slots))
+        for walker, scores in zip(walkers, self.model.forward(works).wait(), strict=True):
+            walker.table.positions = list(range(len(walker.tokens)))
+            walker.tokens.append(int(scores.best[-1, 0]))
+
+
+@dataclass
+class Walker:
+    tokens: list[int]
+    draw: Draw
+    table: Table = field(default_factory=Table)
+
+
+def walkers(count: int) -> list[Walker]:
+    kinds = list(DRAWS.values())
+    return [Walker(tokens(3 + 7 * i, seed=i), kinds[i % len(kinds)]) for i in range(count)]
+
+
+@pytest.mark.parametrize("name", ["grouped", "all windows"])
+def test_passes_ahead_change_nothing(name: str) -> None:
+    """Some end, some join, rows change places, pages come in any order: the text stays the same."""
+    found = []
+    for graphs in (True, False):
+        model = on_card(CONFIGS[name], pages=160, features=(1,), options={"graphs": graphs})
+        pages = np.random.default_rng(0).permutation(160).tolist()
+        walk, all_of = Walk(model, pages), walkers(12)
+        for step in range(70):
+            here = all_of[: 9 if step < 20 else 12]
+            if step >= 35:
+                here = here[::2]
+            walk.step(here[::-1] if step > 60 else here, Wants(logprobs=1) if step == 50 else None)
+        states = [model.feature(w.table, p) for w in all_of for p in range(len(w.table))]
+        found.append(([w.tokens for w in all_of], np.concatenate(states)))
+        assert (walk.ahead > 50) == graphs
+        model.close()
+    assert found[0][0] == found[1][0]
+    assert np.array_equal(found[0][1], found[1][1])
+
+
+def test_a_pass_ahead_that_nobody_asks_for_does_no_harm() -> None:
+    """Another token, a table with other pages, or a move: what was launched is not what is used."""
+    model = on_card(tiny(), pages=64)
+    walk, (one, other) = Walk(model, list(range(64))), walkers(2)
+    for _ in range(8):
+        walk.step([one, other])
+    before = walk.ahead
+    one.tokens[-1] = (one.tokens[-1] + 1) % 97
+    walk.step([one, other])
+    assert walk.ahead == before
+    for _ in range(4):
+        walk.step([one, other])
+    old = one.table.pages[0]
+    new = walk.free.pop()
+    model.move(old * 16 + np.arange(16), new * 16 + np.arange(16))
+    one.table.pages[0] = new
+    walk.step([one])
+    Hand(model, [old]).read(tokens(16, seed=3))  # the old page is somebody else's now
+    for _ in range(4):
+        walk.step([one, other])
+    alone = Hand(model, list(range(40, 52)))
+    for walker in (one, other):
+        alone.positions = []
+        rows = alone.read(walker.tokens[:-1])
+        right = int(best(rows[-1], walker.draw, len(walker.tokens) - 1)[0])
+        assert walker.tokens[-1] == right
     model.close()

@@ -209,25 +209,33 @@ def generation(loaded: Loaded) -> list[Row]:
     from outstride.llm import LLM
 
     theirs = transformers(loaded)
-    rows = []
+    bench, rows = Bench(loaded.model), []
+    tables = [bench.filled(8 * i, OUTPUT // 2, 16) for i in range(CROWD)]
+    crowd = [bench.work(table, 1) for table in tables]
+    card = {count: median(bench.on_card(crowd[:count])) for count in (1, CROWD)}
     with LLM(loaded, max_sequences=CROWD) as llm:
         prompts = [f"Write a short story about number {i}." for i in range(CROWD)]
 
-        def rate(count: int, **options: Any) -> tuple[float, list[float]]:
-            params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, **options)
-            found = timed(lambda: llm.generate(prompts[:count], params), 5, warmups=2)
-            return count * OUTPUT / median(found), found
+        def times(count: int, tokens: int, **options: Any) -> list[float]:
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True, **options)
+            return timed(lambda: llm.generate(prompts[:count], params), 7, warmups=2)
 
         bound = Bound(25, most=False)
-        for name, count, key in (
-            ("one request", 1, "alone"),
-            (f"{CROWD} requests", CROWD, "crowd"),
+        for name, count, key, least in (
+            ("one request", 1, "alone", 0.15),
+            (f"{CROWD} requests", CROWD, "crowd", 1.0),
         ):
-            ours, found = rate(count)
+            found, first = times(count, OUTPUT), times(count, 1)
+            ours = count * OUTPUT / median(found)
             title = f"greedy, {name}, plain"
-            raw = {"ours": found}
+            raw = {"ours": found, "first token": first}
             rows.append(Row(title, "tok/s", ours, theirs[key], bound, "transformers", raw))
-        ours, found = rate(1, temperature=0.8, top_p=0.95, seed=1)
+            step = (median(found) - median(first)) / (OUTPUT - 1)
+            alone = max(step - card[count], 0.0) * 1e3
+            title = f"host work per step that no pass hides, {name}"
+            rows.append(Row(title, "ms", alone, None, Bound(least, of="value")))
+        found = times(1, OUTPUT, temperature=0.8, top_p=0.95, seed=1)
+        ours = OUTPUT / median(found)
         rows.append(Row("sampled (0.8, top-p 0.95), one request", "tok/s", ours))
     return rows
 

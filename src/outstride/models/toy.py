@@ -67,6 +67,7 @@ class Toy:
         habit: float = 5.5,
     ) -> None:
         self.vocab_size = vocab_size
+        self.layers = LAYERS
         self.context = context
         self.pages = pages
         self.page_size = page_size

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from outstride.core.contracts import Work
 from outstride.core.graph import FloatArray, IntArray, TokenGraph
 from outstride.core.proposal import Proposal, Scores
 from outstride.core.sequence import Table
@@ -155,6 +156,13 @@ class Ops(ABC):
         """Runs the layers. An implementation may record a `whole` pass once and replay it: all
         layers from the embedding on, with nothing read out on the way."""
         return layers()
+
+    def whole(self, work: Sequence[Work]) -> Callable[[], list[Scores]] | None:
+        """The scores of this work, if a pass over it is under way already; it knew what would come.
+
+        Asked before every pass.
+        """
+        return None
 
     # --- what lasts longer than a pass ------------------------------------------------------------
 

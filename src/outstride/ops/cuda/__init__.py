@@ -4,6 +4,9 @@
 - `attention`: attention over pages and token graphs
 - `choose`: the choice of tokens
 - `layout`: the description of a pass, made on the host
+- `steps`: passes that can be foreseen, and launched before they are asked for
+- `weights`: layers as the kernels read them
+- `transfer`: what goes between host and card
 - `backend`: `Cuda`, the operations of the contract
 """
 

@@ -18,10 +18,12 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,unused
 )
 
 from outstride.ops.cuda.layout import FIELDS, KEYS
+from outstride.ops.cuda.steps import CHOSEN
 
 _FLOOR = tl.constexpr(-1e30)
 """Stands in for the maximum of a block in which a query sees nothing."""
 _FIELDS = tl.constexpr(FIELDS)
+_CHOSEN = tl.constexpr(CHOSEN)
 
 
 @triton.jit
@@ -147,13 +149,13 @@ def attention_kernel(
 
 
 @triton.jit
-def embed_kernel(tokens, embedding, x, low, ld, width, WIDTH: tl.constexpr, PDL: tl.constexpr):
-    """Rows of the embedding as states, in both formats."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+def embed_kernel(tokens, best, embedding, x, low, ld, width, WIDTH: tl.constexpr):
+    """Rows of the embedding as states, in both formats; see `steps.CHOSEN` for negative tokens."""
     row = tl.program_id(0)
-    token = tl.load(tokens + row).to(tl.int64)
+    token = tl.load(tokens + row)
+    if token <= _CHOSEN:
+        token = tl.load(best + (_CHOSEN - token))
+    token = token.to(tl.int64)
     k = tl.arange(0, WIDTH)
     values = tl.load(embedding + token * width + k, mask=k < width, other=0.0)
     at = row.to(tl.int64) * ld + k
@@ -169,6 +171,26 @@ def keep_kernel(x, slots, features, ld, ld_features, width, WIDTH: tl.constexpr)
     k = tl.arange(0, WIDTH)
     values = tl.load(x + row.to(tl.int64) * ld + k, mask=k < width)
     tl.store(features + slot * ld_features + k, values, mask=k < width)
+
+
+@triton.jit
+def copy_kernel(pairs, keys, values, features, ld, entry, ld_features,
+                WIDTH: tl.constexpr, FEATURES: tl.constexpr):  # fmt: skip
+    """Entries from one slot to another, one layer and one entry to a program."""
+    source = tl.load(pairs + tl.program_id(1) * 2).to(tl.int64)
+    target = tl.load(pairs + tl.program_id(1) * 2 + 1).to(tl.int64)
+    layer = tl.program_id(0).to(tl.int64) * ld
+    k = tl.arange(0, WIDTH)
+    inside = k < entry
+    key = tl.load(keys + layer + source * entry + k, mask=inside)
+    value = tl.load(values + layer + source * entry + k, mask=inside)
+    tl.store(keys + layer + target * entry + k, key, mask=inside)
+    tl.store(values + layer + target * entry + k, value, mask=inside)
+    if FEATURES > 0:  # noqa: SIM102
+        if tl.program_id(0) == 0:
+            place = tl.arange(0, FEATURES)
+            kept = tl.load(features + source * ld_features + place, mask=place < ld_features)
+            tl.store(features + target * ld_features + place, kept, mask=place < ld_features)
 
 
 WARPS = {16: 8, 64: 8, 128: 8}

@@ -4,6 +4,10 @@ Weights and cache are bf16 (fp16 on cards without it), sums are float32, and so 
 stream; a copy of it in the format of the weights is what products read. Rows are padded to a few
 sizes; for each of them the layers are recorded once as a CUDA graph and replayed. What changes from
 pass to pass is in one buffer of words that is copied before a replay.
+
+A whole pass is launched when its head is asked for: layers, head and choice are one graph, and what
+comes back is one token a row. Where sequences go on step by step, the pass behind it is launched with
+it (see `steps`).
 """
 
 from __future__ import annotations
@@ -16,21 +20,39 @@ import numpy as np
 import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
 
+from outstride.core.contracts import Work
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.proposal import Proposal, Scores
+from outstride.core.sampling import Draw
 from outstride.core.select import select
-from outstride.ops.contract import LayerWeights, Model, Ops, Span, Wanted
-from outstride.ops.cuda.attention import PARTIAL, Partials, attend, embed_kernel, keep_kernel
-from outstride.ops.cuda.choose import PLACES, Chooser, fill
-from outstride.ops.cuda.layout import Layout, describe
+from outstride.ops.contract import Model, Ops, Span, Wanted
+from outstride.ops.cuda.attention import (
+    PARTIAL,
+    Partials,
+    attend,
+    copy_kernel,
+    embed_kernel,
+    keep_kernel,
+)
+from outstride.ops.cuda.choose import POSITION, Chooser, fill
+from outstride.ops.cuda.layout import (
+    HEAD_ROWS,
+    HEADER,
+    PLACES,
+    Card,
+    Layout,
+    Words,
+    describe,
+)
 from outstride.ops.cuda.linear import ADDED, FLOATS, GATED, HEADS, Matrix, Scratch, Turn, linear, up
+from outstride.ops.cuda.steps import STAGED, Steps
+from outstride.ops.cuda.transfer import Replies, Reply, Ring, record
+from outstride.ops.cuda.weights import Layer
 
+_FIRST = np.zeros(1, dtype=np.int64)
+"""The nodes of a step that are scored."""
 SIZES = (16, 32, 64, 128)
 """Padded numbers of rows for which passes are recorded; larger ones are launched one by one."""
-HEAD_ROWS = 128
-"""So many rows of the vocabulary exist at once."""
-RING = 4
-"""Transfers that may be under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,53 +69,69 @@ class Rows:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    qkv: Matrix
-    output: Matrix
-    gate_up: Matrix
-    down: Matrix
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
+@dataclass(slots=True)
+class _Ahead:
+    """The pass behind the last one, as it will be if all goes on as it did."""
+
+    steps: Steps
+    before: Reply
+    """Brings the tokens that it begins with."""
+    draws: Words
+    kinds: list[tuple[Draw, int]]
+    """Each row's draw, and for which place behind its node."""
+    filtered: bool
+    reply: Reply | None = None
+    """There once it is launched."""
+
+    def match(self, work: Sequence[Work], page_size: int) -> list[int] | None:
+        """The rows of this pass that the work asks for, if it asks for nothing else."""
+        rows = self.steps.match(work, self.before.wait(), page_size)
+        if rows is None:
+            return None
+        for row, piece in zip(rows, work, strict=True):
+            proposal, (draw, offset) = piece.proposal, self.kinds[row]
+            wants = proposal.wants
+            if (
+                (wants.nodes is not None and wants.nodes != (0,))
+                or wants.hidden
+                or not _simple(proposal)
+                or proposal.layers is not None
+                or proposal.offset != offset
+                or not (proposal.draw is draw or proposal.draw == draw)
+            ):
+                return None
+        return rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
-    """A described pass."""
+    """A pass."""
 
     spans: Sequence[Span]
-    layout: Layout
-    places: dict[int | None, int]
+    windows: tuple[int | None, ...]
+    rows: int
+    """Padded."""
     mixtures: bool
+    steps: Steps | None = None
+    _layout: Layout | None = None
+
+    def layout_for(self, card: Card) -> Layout:
+        """The description, made when it is needed."""
+        if self._layout is None:
+            self.steps = Steps.of(self.spans, card.page_size) if self.rows <= SIZES[-1] else None
+            if self.steps is not None:
+                self._layout = self.steps.layout(self.windows, self.rows, card)
+            else:
+                self._layout = describe(self.spans, self.windows, self.rows, card)
+        return self._layout
 
 
-class _Ring:
-    """Pinned memory from which words are copied to one place on the card."""
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """A whole pass that waits for what is wanted of it."""
 
-    def __init__(self, device: torch.device, size: int) -> None:
-        self.words = torch.zeros(size, dtype=torch.int32, device=device)
-        self._pinned = device.type == "cuda"
-        self._host = [
-            torch.zeros(size, dtype=torch.int32, pin_memory=self._pinned) for _ in range(RING)
-        ]
-        self._views = [host.numpy() for host in self._host]
-        self._events: list[Any] = [None] * RING
-        self._next = 0
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    def send(self, words: IntArray | Any) -> None:
-        """Copies words; returns before they have arrived."""
-        at, self._next = self._next, (self._next + 1) % RING
-        if self._events[at] is not None:
-            self._events[at].synchronize()
-        count = len(words)
-        self._views[at][:count] = words
-        self.words[:count].copy_(self._host[at][:count], non_blocking=True)
-        if self._pinned:
-            self._events[at] = self._events[at] or torch.cuda.Event()
-            self._events[at].record()
+    layers: Callable[[], Rows]
+    batch: Batch
 
 
 class Cuda(Ops):
@@ -115,22 +153,32 @@ class Cuda(Ops):
         self._pdl = pdl
         self._wide = max(16, triton.next_power_of_2(shape.head_dim))
         self._width = up(shape.hidden_size, 256)
-        self._slots, self._page_size = model.slots, model.page_size
-        self._programs = 264
+        programs = 264
         if on_card:
             count = torch.cuda.get_device_properties(self._device).multi_processor_count
-            self._programs = 2 * count
+            programs = 2 * count
+        self._card = Card(
+            group=shape.heads // shape.kv_heads,
+            kv_heads=shape.kv_heads,
+            wide=self._wide,
+            page_size=model.page_size,
+            spare=model.slots,
+            programs=programs,
+            room=PARTIAL // (shape.kv_heads * self._wide),
+        )
         self._embedding = model.embedding.to(self._device, self._dtype).contiguous()
         vocabulary = model.embedding if model.head is None else model.head
-        self._vocabulary = self._pack(vocabulary, None, model.norm)
-        self._layers = [self._pack_layer(layer) for layer in model.layers]
-        entries = (shape.layers, model.slots + model.page_size, shape.kv_heads, self._wide)
+        self._vocabulary = Matrix.pack(vocabulary, None, model.norm, self._device, self._dtype)
+        self._layers = [
+            Layer.pack(layer, shape, self._wide, self._device, self._dtype)
+            for layer in model.layers
+        ]
+        slots = model.slots + (1 + STAGED) * model.page_size
+        entries = (shape.layers, slots, shape.kv_heads, self._wide)
         self._keys = torch.zeros(entries, dtype=self._dtype, device=self._device)
         self._values = torch.zeros(entries, dtype=self._dtype, device=self._device)
         self._planes = model.features
-        self._features = self._zeros(
-            model.slots + model.page_size, len(model.features) * shape.hidden_size
-        )
+        self._features = self._zeros(slots, len(model.features) * shape.hidden_size)
         self._extra = 0
         inverse = torch.tensor(shape.frequencies, dtype=torch.float64).to(torch.float32)
         places = torch.arange(min(shape.context, 1 << 20), dtype=torch.float32)
@@ -138,18 +186,21 @@ class Cuda(Ops):
         self._cosines = (angles.cos() * shape.rope_scale).to(self._device)
         self._sines = (angles.sin() * shape.rope_scale).to(self._device)
         self._partials = Partials(self._device)
-        self._room = PARTIAL // (shape.kv_heads * self._wide)
         self._head_scratch = Scratch.make(self._device, HEAD_ROWS)
         self._logits = self._zeros(HEAD_ROWS, up(shape.vocab_size, 256))
         self._chooser = Chooser(self._device, HEAD_ROWS, shape.vocab_size)
-        self._head_words = _Ring(self._device, HEAD_ROWS * (1 + PLACES))
-        self._best = torch.zeros(HEAD_ROWS, dtype=torch.int32, pin_memory=on_card)
-        self._scored = torch.cuda.Event() if on_card else None
-        self._unfinished: Callable[[], list[Scores]] | None = None
-        self._layer_graphs: dict[Any, Any] = {}
-        self._head_graphs: dict[Any, Any] = {}
+        self._head_words = Ring(self._device, HEADER + HEAD_ROWS * (1 + PLACES))
+        self._copies = Ring(self._device, 2 * STAGED)
+        self._replies = Replies(self._device)
+        self._deferred: _Deferred | None = None
+        self._whole_pass = False
+        self._ahead: _Ahead | None = None
+        self._steady = False
+        """Whether the last pass was the one that was foreseen."""
+        self._graphs: dict[Any, Any] = {}
         self._seen: set[Any] = set()
-        self._reserve(512, 1 << 16)
+        self._reserve(512)
+        self._words = Ring(self._device, 1 << 16)
         kind = torch.cuda.get_device_name(self._device) if on_card else "interpreted"
         format_ = "fp16" if lean else "bf16"
         self.name = f"cuda {format_} triton {triton.__version__} {kind}"
@@ -157,59 +208,9 @@ class Cuda(Ops):
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self._device)
 
-    # --- weights ----------------------------------------------------------------------------------
-
-    def _pack(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, norm: torch.Tensor | None
-    ) -> Matrix:
-        return Matrix.pack(weight, bias, norm, self._device, self._dtype)
-
-    def _pack_layer(self, layer: LayerWeights) -> _Layer:
-        shape, wide, size = self._shape, self._wide, self._shape.head_dim
-        turned = shape.heads + shape.kv_heads
-        pairs = torch.stack([torch.arange(size // 2), torch.arange(size // 2) + size // 2], dim=1)
-
-        def by_head(rows: torch.Tensor) -> torch.Tensor:
-            """Each head padded, the halves that turn against each other made neighbours."""
-            heads = rows.reshape(-1, size, *rows.shape[1:])
-            order = pairs.reshape(-1).to(rows.device)
-            padded = rows.new_zeros(len(heads), wide, *rows.shape[1:])
-            padded[:turned, :size] = heads[:turned].index_select(1, order)
-            padded[turned:, :size] = heads[turned:]
-            return padded.flatten(0, 1)
-
-        def paired(rows: torch.Tensor) -> torch.Tensor:
-            """Gate and up made neighbours."""
-            both: torch.Tensor = rows.unflatten(0, (2, -1))
-            return both.transpose(0, 1).flatten(0, 1)
-
-        def maybe(
-            change: Callable[[torch.Tensor], torch.Tensor], bias: torch.Tensor | None
-        ) -> torch.Tensor | None:
-            return None if bias is None else change(bias)
-
-        def norm(weight: torch.Tensor | None) -> torch.Tensor | None:
-            return None if weight is None else weight.to(self._device, torch.float32)
-
-        mixed = layer.output.unflatten(1, (shape.heads, size))
-        if wide != size:
-            mixed = torch.nn.functional.pad(mixed, (0, wide - size))
-        return _Layer(
-            qkv=self._pack(
-                by_head(layer.qkv), maybe(by_head, layer.qkv_bias), layer.attention_norm
-            ),
-            output=self._pack(mixed.flatten(1), layer.output_bias, None),
-            gate_up=self._pack(
-                paired(layer.gate_up), maybe(paired, layer.gate_up_bias), layer.mlp_norm
-            ),
-            down=self._pack(layer.down, layer.down_bias, None),
-            query_norm=norm(layer.query_norm),
-            key_norm=norm(layer.key_norm),
-        )
-
     # --- room -------------------------------------------------------------------------------------
 
-    def _reserve(self, rows: int, words: int) -> None:
+    def _reserve(self, rows: int) -> None:
         """Buffers for passes of this size; larger ones make recorded passes void."""
         shape = self._shape
 
@@ -223,9 +224,7 @@ class Cuda(Ops):
         self._mixed = room(up(shape.heads * self._wide, 128), self._dtype)
         self._inner = room(inner, self._dtype)
         self._scratch = Scratch.make(self._device, rows)
-        self._words = _Ring(self._device, words)
-        self._layer_graphs.clear()
-        self._head_graphs.clear()
+        self._graphs.clear()
         self._seen.clear()
 
     def _padded(self, rows: int) -> int:
@@ -233,35 +232,40 @@ class Cuda(Ops):
 
     # --- a pass -----------------------------------------------------------------------------------
 
+    def whole(self, work: Sequence[Work]) -> Callable[[], list[Scores]] | None:
+        """The scores of a pass that is under way already; and the pass behind it is launched."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        rows = ahead.match(work, self._card.page_size)
+        self._steady = rows is not None
+        if rows is None or ahead.reply is None:
+            return None
+        return self._go_on(ahead, ahead.reply, rows)
+
     def begin(self, spans: Sequence[Span], windows: Sequence[int | None]) -> Batch:
-        shape = self._shape
+        self._ahead = self._deferred = None
         rows = self._padded(spans[-1].rows.stop)
-        kinds = list(dict.fromkeys(windows))
-        layout = describe(
-            spans,
-            kinds,
-            rows=rows,
-            group=shape.heads // shape.kv_heads,
-            kv_heads=shape.kv_heads,
-            wide=self._wide,
-            page_size=self._page_size,
-            spare=self._slots,
-            programs=self._programs,
-            room=self._room,
-        )
-        if rows > len(self._x) or len(layout.words) > len(self._words):
-            self._reserve(
-                max(len(self._x), triton.next_power_of_2(rows)),
-                max(len(self._words), triton.next_power_of_2(len(layout.words))),
-            )
+        if rows > len(self._x):
+            self._reserve(triton.next_power_of_2(rows))
         mixtures = any(span.graph.mixtures for span in spans)
-        return Batch(spans, layout, {w: i for i, w in enumerate(kinds)}, mixtures)
+        return Batch(spans, tuple(dict.fromkeys(windows)), rows, mixtures)
+
+    def _layout(self, batch: Batch) -> Layout:
+        """The description of a pass; makes room for its words."""
+        layout = batch.layout_for(self._card)
+        if len(layout.words) > len(self._words):
+            self._words = Ring(self._device, triton.next_power_of_2(len(layout.words)))
+            self._graphs.clear()
+        return layout
 
     def enter(
         self, batch: Batch, states: Sequence[Rows | torch.Tensor | FloatArray | None]
     ) -> Rows:
-        rows, size = batch.layout.rows, self._shape.hidden_size
+        rows, size = batch.rows, self._shape.hidden_size
         held: list[torch.Tensor | None] = []
+        if self._whole_pass:  # launched late: by now the states are those that it will leave
+            states = [None] * len(states)
         for state in states:
             if isinstance(state, Rows):
                 held.append(state.x[state.start : state.stop, :size].clone())
@@ -271,8 +275,8 @@ class Cuda(Ops):
                 array = np.ascontiguousarray(state, dtype=np.float32)
                 held.append(torch.from_numpy(array).to(self._device))
         embed_kernel[(rows,)](
-            self._row_words(rows, 0), self._embedding, self._x, self._low, self._width, size,
-            WIDTH=triton.next_power_of_2(size), PDL=False, num_warps=4,
+            self._row_words(rows, 0), self._chooser.best, self._embedding, self._x, self._low,
+            self._width, size, WIDTH=triton.next_power_of_2(size), num_warps=4,
         )  # fmt: skip
         if batch.mixtures:
             for span, state in zip(batch.spans, held, strict=True):
@@ -298,11 +302,11 @@ class Cuda(Ops):
 
     def _row_words(self, rows: int, field: int) -> torch.Tensor:
         """Tokens, positions or slots of the pass that the words describe."""
-        start = field * rows
+        start = HEADER + field * rows
         return self._words.words[start : start + rows]
 
     def project(self, layer: int, x: Rows, batch: Batch) -> torch.Tensor:
-        shape, weights, rows = self._shape, self._layers[layer], batch.layout.rows
+        shape, weights, rows = self._shape, self._layers[layer], batch.rows
         turn = Turn(
             positions=self._row_words(rows, 1),
             slots=self._row_words(rows, 2),
@@ -332,14 +336,14 @@ class Cuda(Ops):
         return self._queries
 
     def attend(self, layer: int, queries: torch.Tensor, batch: Batch) -> torch.Tensor:
-        shape, layout = self._shape, batch.layout
+        shape, layout, card = self._shape, self._layout(batch), self._card
         window = shape.windows[layer]
         attend(
             queries,
             self._keys[layer],
             self._values[layer],
             self._mixed,
-            self._words.words[layout.windows[batch.places[window]] :],
+            self._words.words[layout.windows[batch.windows.index(window)] :],
             self._words.words,
             self._partials,
             heads=shape.heads,
@@ -348,16 +352,16 @@ class Cuda(Ops):
             wide=self._wide,
             window=window,
             rows=layout.tile,
-            programs=self._programs,
+            programs=card.programs,
             shared=layout.shared,
             splits=layout.splits,
-            page_size=self._page_size,
+            page_size=card.page_size,
             pdl=self._pdl,
         )
         return self._mixed
 
     def output(self, layer: int, x: Rows, mixed: torch.Tensor, batch: Batch) -> Rows:
-        rows, weights = batch.layout.rows, self._layers[layer]
+        rows, weights = batch.rows, self._layers[layer]
         linear(
             weights.output,
             mixed,
@@ -367,12 +371,12 @@ class Cuda(Ops):
             out=x.x,
             low=x.low,
             pdl=self._pdl,
-            ahead=rows <= SIZES[-1],  # attention leaves the memory idle
+            ahead=SIZES[0] < rows <= SIZES[-1],  # long attention leaves the memory idle
         )
         return x
 
     def mlp(self, layer: int, x: Rows, batch: Batch) -> Rows:
-        rows, weights, inner = batch.layout.rows, self._layers[layer], self._inner
+        rows, weights, inner = batch.rows, self._layers[layer], self._inner
         norm, pdl, scratch = self._shape.norm_eps, self._pdl, self._scratch
         linear(weights.gate_up, x.low, rows, GATED, scratch, low=inner, norm=norm, pdl=pdl)
         linear(weights.down, inner, rows, ADDED, scratch, out=x.x, low=x.low, pdl=pdl)
@@ -381,7 +385,7 @@ class Cuda(Ops):
     def keep_features(self, layer: int, x: Rows, batch: Batch) -> None:
         if layer in self._planes:
             size, at = self._shape.hidden_size, self._planes.index(layer)
-            rows = batch.layout.rows
+            rows = batch.rows
             keep_kernel[(rows,)](
                 x.x, self._row_words(rows, 2), self._features[:, at * size :],
                 self._width, self._features.stride(0), size,
@@ -389,19 +393,12 @@ class Cuda(Ops):
             )  # fmt: skip
 
     def run(self, layers: Callable[[], Rows], batch: Batch, whole: bool) -> Rows:
-        """Runs the layers. A whole pass of a common size is recorded, then replayed."""
-        self._words.send(batch.layout.words)
-        layout = batch.layout
-        if not (self._graphs_wanted and whole and not batch.mixtures and layout.rows <= SIZES[-1]):
-            return layers()
-        key = (layout.rows, layout.tile, layout.shared, layout.splits, layout.windows)
-        if key not in self._seen:  # compiles what is missing
-            self._seen.add(key)
-            return layers()
-        if key not in self._layer_graphs:
-            self._layer_graphs[key] = _record(layers)
-        self._layer_graphs[key].replay()
-        return Rows(self._x, self._low, 0, layout.rows, self._shape.layers)
+        """Runs the layers. A whole pass is launched together with its head."""
+        if whole and not batch.mixtures:
+            self._deferred = _Deferred(layers, batch)
+            return Rows(self._x, self._low, 0, batch.rows, self._shape.layers)
+        self._words.send(self._layout(batch).words)
+        return layers()
 
     def leave(self, x: Rows, rows: slice) -> Rows:
         if x.layer == self._shape.layers:
@@ -419,22 +416,170 @@ class Cuda(Ops):
         return self.score(wanted)()
 
     def score(self, wanted: Sequence[Wanted]) -> Callable[[], list[Scores]]:
+        deferred, self._deferred = self._deferred, None
+        if deferred is None:
+            return self._head_alone(wanted)
+        layout = self._layout(deferred.batch)
+        count = sum(len(item.nodes) for item in wanted)
+        if not 0 < count <= HEAD_ROWS:
+            self._launch(layout, deferred.layers, 0, False)
+            return self._head_alone(wanted)
+        return self._start(deferred, layout, wanted, count)
+
+    def _start(
+        self, deferred: _Deferred, layout: Layout, wanted: Sequence[Wanted], count: int
+    ) -> Callable[[], list[Scores]]:
+        """Starts a pass and its head; where it makes sense, the pass behind it."""
+        at, room = layout.head_at, layout.head_rows
+        _, places = self._collected(wanted)
+        layout.words[at : at + count] = places
+        draws = layout.words[at + room : at + room * (1 + PLACES)].reshape(room, PLACES)
+        filtered, simple = _fill_draws(draws, wanted)
+        reply = self._replies.take(count)
+        layout.words[0] = reply.place
+        self._launch(layout, deferred.layers, self._padded(count), filtered)
+        reply.launched()
+        steps = deferred.batch.steps
+        if steps is not None and simple and count == len(wanted) == len(steps):
+            kinds = [(item.proposal.draw, item.proposal.offset) for item in wanted]
+            self._foresee(steps, list(range(count)), reply, draws[:count], kinds, filtered)
+        if not simple:  # rows of logits must be read before anything else is launched
+            scores = self._found(wanted, reply)
+            return lambda: scores
+        return lambda: self._found(wanted, reply)
+
+    def _key(self, layout: Layout, head: int, filtered: bool) -> Any:
+        """What recorded passes differ in."""
+        return (
+            layout.rows,
+            layout.tile,
+            layout.shared,
+            layout.splits,
+            layout.windows,
+            head,
+            filtered,
+        )
+
+    def _launch(
+        self, layout: Layout, layers: Callable[[], Rows], head: int, filtered: bool
+    ) -> None:
+        """Starts a whole pass and `head` rows of its head: replayed, once it has been recorded."""
+
+        def work() -> None:
+            self._whole_pass = True
+            try:
+                layers()
+            finally:
+                self._whole_pass = False
+            if head:
+                words, at = self._words.words, layout.head_at
+                self._head_kernels(self._low, head, filtered, words, at, layout.head_rows)
+
+        self._words.send(layout.words)
+        key = self._key(layout, head, filtered)
+        if not self._graphs_wanted or layout.rows > SIZES[-1]:
+            work()
+        elif key not in self._seen:  # compiles what is missing
+            self._seen.add(key)
+            work()
+        else:
+            if key not in self._graphs:
+                self._graphs[key] = record(work)
+            self._graphs[key].replay()
+
+    # --- the pass behind this one -----------------------------------------------------------------
+
+    def _foresee(
+        self,
+        steps: Steps,
+        rows: list[int],
+        before: Reply,
+        draws: Words,
+        kinds: list[tuple[Draw, int]],
+        filtered: bool,
+    ) -> None:
+        """Works out the next pass; launches it if the last ones were what was foreseen."""
+        following = steps.following(rows, self._card, len(self._cosines))
+        if following is None:
+            return
+        draws = draws.copy()
+        draws[:, POSITION] += 1
+        self._ahead = ahead = _Ahead(following, before, draws, kinds, filtered)
+        if not self._steady:
+            return
+        count = len(following)
+        windows = tuple(dict.fromkeys(self._shape.windows))
+        layout = following.layout(windows, self._padded(count), self._card)
+        recorded = self._graphs.get(self._key(layout, layout.rows, filtered))
+        if recorded is None or len(layout.words) > len(self._words):
+            return
+        at, room = layout.head_at, layout.head_rows
+        layout.words[at : at + count] = np.arange(count)
+        layout.words[at + room : at + room + draws.size] = draws.reshape(-1)
+        ahead.reply = self._replies.take(count)
+        layout.words[0] = ahead.reply.place
+        self._words.send(layout.words)
+        recorded.replay()
+        ahead.reply.launched()
+
+    def _go_on(self, ahead: _Ahead, reply: Reply, rows: list[int]) -> Callable[[], list[Scores]]:
+        """Some rows of a pass that is under way: its scores, and the pass behind it."""
+        moves = ahead.steps.settle(rows, self._card.page_size)
+        if moves:
+            self._copy(moves)
+        kinds = [ahead.kinds[row] for row in rows]
+        self._foresee(ahead.steps, rows, reply, ahead.draws[rows], kinds, ahead.filtered)
+
+        def found() -> list[Scores]:
+            best = reply.wait()[rows][:, None]
+            return [Scores(_FIRST, best[i : i + 1]) for i in range(len(rows))]
+
+        return found
+
+    def _copy(self, moves: list[tuple[int, int]]) -> None:
+        """Entries from pages of our own to those of their sequences."""
+        self._copies.send(np.asarray(moves, dtype=np.int32).reshape(-1))
+        entry, width = self._shape.kv_heads * self._wide, self._features.shape[1]
+        copy_kernel[(self._shape.layers, len(moves))](
+            self._copies.words, self._keys, self._values, self._features,
+            self._keys.stride(0), entry, width,
+            WIDTH=triton.next_power_of_2(entry),
+            FEATURES=triton.next_power_of_2(width) if width else 0, num_warps=4,
+        )  # fmt: skip
+
+    # --- the head by itself -----------------------------------------------------------------------
+
+    def _head_alone(self, wanted: Sequence[Wanted]) -> Callable[[], list[Scores]]:
+        """The head of states that are there, in pieces."""
         low, places = self._collected(wanted)
-        if len(places) <= HEAD_ROWS:
-            return self._head(wanted, low, places)
         scores: list[list[Scores]] = [[] for _ in wanted]
         start = 0
-        for i, item in enumerate(wanted):  # many rows: one proposal at a time, in pieces
+        for i, item in enumerate(wanted):
             for at in range(0, len(item.nodes), HEAD_ROWS):
-                nodes = item.nodes[at : at + HEAD_ROWS]
-                some = replace(item, nodes=nodes)
-                scores[i] += self._head([some], low, places[start : start + len(nodes)])()
-                start += len(nodes)
+                some = replace(item, nodes=item.nodes[at : at + HEAD_ROWS])
+                stop = start + len(some.nodes)
+                scores[i] += self._head_piece(some, low, places[start:stop])
+                start = stop
         joined = [
             Scores.joined(found) if found else self._nothing(item)
             for item, found in zip(wanted, scores, strict=True)
         ]
         return lambda: joined
+
+    def _head_piece(self, item: Wanted, low: torch.Tensor, places: list[int]) -> list[Scores]:
+        """Scores of at most HEAD_ROWS nodes."""
+        count = len(places)
+        rows = self._padded(count)
+        words = np.zeros(HEADER + rows * (1 + PLACES), dtype=np.int32)
+        words[HEADER : HEADER + count] = places
+        draws = words[HEADER + rows :].reshape(rows, PLACES)
+        filtered, _ = _fill_draws(draws, [item])
+        reply = self._replies.take(count)
+        words[0] = reply.place
+        self._head_words.send(words)
+        self._head_kernels(low, rows, filtered, self._head_words.words, HEADER, rows)
+        reply.launched()
+        return self._found([item], reply)
 
     def _nothing(self, item: Wanted) -> Scores:
         nothing = np.zeros((0, self._shape.vocab_size), dtype=np.float32)
@@ -474,51 +619,9 @@ class Cuda(Ops):
             at += len(rows[-1])
         return torch.cat(rows), places
 
-    def _head(
-        self, wanted: Sequence[Wanted], low: torch.Tensor, places: list[int]
-    ) -> Callable[[], list[Scores]]:
-        """Starts the scores of at most HEAD_ROWS nodes."""
-        count = len(places)
-        if count == 0:
-            empty = [self._nothing(item) for item in wanted]
-            return lambda: empty
-        if self._unfinished is not None:  # its results lie where these will
-            self._unfinished()
-        rows = self._padded(count)
-        words = np.zeros(rows * (1 + PLACES), dtype=np.int32)
-        words[:count] = places
-        draws = words[rows:].reshape(rows, PLACES)
-        filtered, line, simple = False, 0, True
-        for item in wanted:
-            proposal = item.proposal
-            simple = simple and _simple(proposal)
-            if proposal.draw.temperature != 0.0:
-                for i, node in enumerate(item.nodes.tolist()):
-                    position = int(proposal.graph.positions[node]) + proposal.offset
-                    filtered |= fill(draws[line + i], proposal.draw, position)
-            line += len(item.nodes)
-        self._head_words.send(words)
-        self._score(low, rows, filtered)
-        if self._scored is not None:
-            self._scored.record()
-        found: list[Scores] = []
-
-        def finish() -> list[Scores]:
-            if not found:
-                self._unfinished = None
-                if self._scored is not None:
-                    self._scored.synchronize()
-                found.extend(self._found(wanted, count))
-            return found
-
-        self._unfinished = finish
-        if not simple:  # rows of logits must be read before anything else is launched
-            finish()
-        return finish
-
-    def _found(self, wanted: Sequence[Wanted], count: int) -> list[Scores]:
-        """What the last start of the head yielded."""
-        best = self._best[:count].numpy().astype(np.int64)[:, None]
+    def _found(self, wanted: Sequence[Wanted], reply: Reply) -> list[Scores]:
+        """What a start of the head yielded."""
+        best = reply.wait()[:, None]
         scores, start = [], 0
         for item in wanted:
             stop = start + len(item.nodes)
@@ -530,27 +633,16 @@ class Cuda(Ops):
             start = stop
         return scores
 
-    def _score(self, low: torch.Tensor, rows: int, filtered: bool) -> None:
-        """Starts the logits of the chosen rows, and the choice."""
-
-        def work() -> Any:
-            self._head_kernels(low, rows, filtered)
-            self._best[:rows].copy_(self._chooser.best[:rows], non_blocking=True)
-            return None
-
-        key = (rows, filtered)
-        if not self._graphs_wanted or low is not self._low:
-            work()
-        elif (key, "head") not in self._seen:
-            self._seen.add((key, "head"))
-            work()
-        else:
-            if key not in self._head_graphs:
-                self._head_graphs[key] = _record(work)
-            self._head_graphs[key].replay()
-
-    def _head_kernels(self, low: torch.Tensor, rows: int, filtered: bool) -> None:
-        words = self._head_words.words
+    def _head_kernels(
+        self,
+        low: torch.Tensor,
+        rows: int,
+        filtered: bool,
+        words: torch.Tensor,
+        at: int,
+        room: int,
+    ) -> None:
+        """Logits of the rows that words from `at` on name, and the choice; draws come `room` later."""
         linear(
             self._vocabulary,
             low,
@@ -559,10 +651,11 @@ class Cuda(Ops):
             self._head_scratch,
             out=self._logits,
             norm=self._shape.norm_eps,
-            gather=words[:rows],
+            gather=words[at : at + rows],
+            pdl=self._pdl,
         )
-        draws = words[rows : rows * (1 + PLACES)]
-        self._chooser.choose(self._logits, draws, rows, filtered)
+        draws = words[at + room : at + room + rows * PLACES]
+        self._chooser.choose(self._logits, draws, rows, filtered, self._replies.memory, words[:1])
 
     # --- what lasts longer than a pass ------------------------------------------------------------
 
@@ -573,6 +666,7 @@ class Cuda(Ops):
             pool.index_copy_(1, write, pool.index_select(1, read))
         if self._planes:
             self._features.index_copy_(0, write, self._features.index_select(0, read))
+        self._ahead = None
 
     def feature(self, slot: int) -> FloatArray:
         return np.array(self._features[slot].cpu().numpy(), dtype=np.float32)
@@ -582,7 +676,7 @@ class Cuda(Ops):
         added = rows.to(self._device, self._dtype)
         self._embedding = torch.cat([self._embedding, added]).contiguous()
         self._extra += len(rows)
-        self._layer_graphs.clear()
+        self._graphs.clear()
         return before
 
 
@@ -598,9 +692,15 @@ def _simple(proposal: Proposal) -> bool:
     )
 
 
-def _record(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of what `work` launches."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        work()
-    return graph
+def _fill_draws(draws: Words, wanted: Sequence[Wanted]) -> tuple[bool, bool]:
+    """Describes everybody's draws; says whether some have filters, and whether all are simple."""
+    filtered, simple, line = False, True, 0
+    for item in wanted:
+        proposal = item.proposal
+        simple = simple and _simple(proposal)
+        if proposal.draw.temperature != 0.0:
+            for i, node in enumerate(item.nodes.tolist()):
+                position = int(proposal.graph.positions[node]) + proposal.offset
+                filtered |= fill(draws[line + i], proposal.draw, position)
+        line += len(item.nodes)
+    return filtered, simple

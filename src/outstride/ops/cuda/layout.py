@@ -1,7 +1,8 @@
 """The description of a pass that goes to the card in one transfer.
 
-Words of 32 bits: for each row its token, position and slot; then the items of each window, zeros
-behind them; then pages and lists of slots. An item is a run of key blocks for a tile of queries.
+Words of 32 bits: a header; for each row its token, position and slot; for each row of the head where
+it comes from and its draw; then the items of each window, zeros behind them; then pages and lists of
+slots. An item is a run of key blocks for a tile of queries.
 
 Queries of an ordinary sequence (nothing missing, a chain of nodes) find their keys through the
 pages, up to their limit. Any other query has a tile of its own, and the blocks in which something
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,50 @@ KEYS = 128
 """Keys of a block."""
 FIELDS = 16
 """Words of an item."""
+HEADER = 16
+"""Words before those of the rows; the first says where the tokens of the pass are to be put."""
 ROW_FIELDS = 3
+HEAD_ROWS = 128
+"""So many rows of the vocabulary exist at once."""
+PLACES = 12
+"""Words that describe a row's draw."""
 LARGE = 32
 """Query rows of one sequence above which tiles are large; more where heads are small, because then
 reading keys several times costs less than waiting for a large tile."""
 
 Words = npt.NDArray[np.int32]
+
+_ROW, _NODES, _PAGES, _BLOCKS, _SIZE, _FIRST, _LIMIT, _PLACE = range(8)
+"""Columns of a tile: its first row, how many nodes it has, where its pages and its list of blocks
+(or -1) begin, the blocks in which its keys end and begin, below which position the first node sees
+keys (one more for each further one), and the position of the first node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a description depends on besides the spans.
+
+    spare: the slot to which padding rows write.
+    programs: how many fill the card.
+    room: words of partial results for each query row of each key head.
+    """
+
+    group: int
+    kv_heads: int
+    wide: int
+    page_size: int
+    spare: int
+    programs: int
+    room: int
+
+    def tile(self, longest: int) -> int:
+        """Query rows of a tile, if the longest chain has so many nodes."""
+        tile = 16
+        while tile < self.group:
+            tile *= 2
+        if longest * self.group > (LARGE if self.group * self.wide > 256 else 8 * LARGE):
+            tile = max(tile, 64)
+        return tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +77,6 @@ class Layout:
     words: Words
     rows: int
     """Padded."""
-    count: int
     tile: int
     """Query rows of a tile."""
     shared: bool
@@ -49,20 +86,15 @@ class Layout:
     splits: bool
     """Whether some tile's blocks are shared out to several programs."""
 
+    @property
+    def head_rows(self) -> int:
+        """For how many rows of the head there is room."""
+        return min(self.rows, HEAD_ROWS)
 
-class _Tile(NamedTuple):
-    row: int
-    nodes: int
-    pages: int
-    """Where its pages begin in the list of pages."""
-    blocks: int
-    """Where its list of blocks begins in `lists`, or -1."""
-    size: int
-    first: int
-    limit: int
-    """Keys below this position are seen by the first node, one more by each further one."""
-    place: int
-    """The position of the first node."""
+    @property
+    def head_at(self) -> int:
+        """Where the rows of the head are named; their draws follow."""
+        return HEADER + ROW_FIELDS * self.rows
 
 
 def ordinary(span: Span, page_size: int) -> bool:
@@ -160,54 +192,22 @@ class _Lister:
         return blocks
 
 
-def describe(
-    spans: Sequence[Span],
-    windows: Sequence[int | None],
-    *,
-    rows: int,
-    group: int,
-    kv_heads: int,
-    wide: int,
-    page_size: int,
-    spare: int,
-    programs: int,
-    room: int,
-) -> Layout:
-    """Describes a pass over these spans, padded to `rows` rows.
-
-    `spare` is the slot to which padding rows write; `programs` fill the card; `room` is how many
-    words of partial results there are for each query row of each key head.
-    """
-    count = spans[-1].rows.stop
-    plain = [ordinary(span, page_size) for span in spans]
+def describe(spans: Sequence[Span], windows: Sequence[int | None], rows: int, card: Card) -> Layout:
+    """Describes a pass over these spans, padded to `rows` rows."""
+    plain = [ordinary(span, card.page_size) for span in spans]
     longest = max(
         len(s.graph.tokens) - s.first if p else 1 for s, p in zip(spans, plain, strict=True)
     )
-    tile = 16
-    while tile < group:
-        tile *= 2
-    if longest * group > (LARGE if group * wide > 256 else 8 * LARGE):
-        tile = max(tile, 64)
-    per = tile // group
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
+    tile = card.tile(longest)
+    per = tile // card.group
     pages: list[int] = []
     lists: list[int] = []
-    made: list[list[_Tile]] = [[] for _ in windows]
+    made: list[list[tuple[int, ...]]] = [[] for _ in windows]
     for span, simple in zip(spans, plain, strict=True):
         graph, first, row = span.graph, span.first, span.row
         nodes = len(graph.tokens) - first
         if nodes == 0:
             continue
-        if nodes == 1:
-            tokens.append(graph.tokens.item(first))
-            positions.append(graph.positions.item(first))
-            slots.append(span.slots.item(first))
-        else:
-            tokens += graph.tokens[first:].tolist()
-            positions += graph.positions[first:].tolist()
-            slots += span.slots[first:].tolist()
         at = len(pages)
         pages += span.table.pages
         if simple:
@@ -218,9 +218,9 @@ def describe(
                     place = begin + start
                     size = (place + some - 1) // KEYS + 1
                     low = 0 if window is None else max(place - window + 1, 0) // KEYS
-                    made[w].append(_Tile(row + start, some, at, -1, size, low, place + 1, place))
+                    made[w].append((row + start, some, at, -1, size, low, place + 1, place))
             continue
-        lister = _Lister(span, page_size, lists)
+        lister = _Lister(span, card.page_size, lists)
         limit = lister.context if lister.plain else 0
         for w, window in enumerate(windows):
             for node in range(first, len(graph)):
@@ -228,74 +228,105 @@ def describe(
                 where = len(lists)
                 lists += blocks
                 place = int(graph.positions[node])
-                made[w].append(
-                    _Tile(row + node - first, 1, at, where, len(blocks), 0, limit, place)
-                )
-    table = np.zeros((ROW_FIELDS, rows), dtype=np.int32)
-    table[0, :count], table[1, :count], table[2, :count] = tokens, positions, slots
-    np.maximum(table[0], 0, out=table[0])
-    table[2, count:] = spare
-    splits = _spread(made, kv_heads, programs, room // tile)
-    lines = [_items(found, kv_heads, programs, splits) for found in made]
-    lines[-1] = lines[-1][: np.flatnonzero(lines[-1][:, 1])[-1] + 2 + programs // kv_heads]
-    places, at = [], ROW_FIELDS * rows
-    for items in lines:
-        places.append(at)
-        at += items.size
-    lists_at = at + len(pages)
-    listed = np.asarray(lists, dtype=np.int32)
-    for items, found in zip(lines, made, strict=True):
-        items[:, 2] += at
-        if lists:
-            for t in found:
-                if t.blocks >= 0:
-                    part = listed[t.blocks : t.blocks + t.size]
-                    part[part >= 0] += lists_at
-            items[items[:, 3] >= 0, 3] += lists_at
-    parts = [table.reshape(-1), *(items.reshape(-1) for items in lines)]
-    return Layout(
-        words=np.concatenate([*parts, np.asarray(pages, dtype=np.int32), listed]),
-        rows=rows,
-        count=count,
-        tile=tile,
-        shared=all(plain),
-        windows=tuple(places),
-        splits=splits,
+                made[w].append((row + node - first, 1, at, where, len(blocks), 0, limit, place))
+    live = [span for span in spans if span.first < len(span.graph.tokens)]
+    return compose(
+        np.maximum(np.concatenate([span.graph.tokens[span.first :] for span in live]), 0),
+        np.concatenate([span.graph.positions[span.first :] for span in live]),
+        np.concatenate([span.slots[span.first :] for span in live]),
+        [np.asarray(found, dtype=np.int64).reshape(-1, 8) for found in made],
+        np.asarray(pages, dtype=np.int32),
+        np.asarray(lists, dtype=np.int32),
+        rows,
+        tile,
+        card,
     )
 
 
-def _spread(made: Sequence[Sequence[_Tile]], kv_heads: int, programs: int, room: int) -> bool:
+def compose(
+    tokens: IntArray,
+    positions: IntArray,
+    slots: IntArray,
+    tiles: Sequence[IntArray],
+    pages: Words,
+    lists: Words,
+    rows: int,
+    tile: int,
+    card: Card,
+) -> Layout:
+    """The words of a pass, from its rows and the tiles of each window."""
+    count = len(tokens)
+    splits = _spread(tiles, card, card.room // tile)
+    places = []
+    at = HEADER + ROW_FIELDS * rows + min(rows, HEAD_ROWS) * (1 + PLACES)
+    lines = []
+    for i, found in enumerate(tiles):
+        line = _items(found, card, splits, last=i == len(tiles) - 1)
+        lines.append(line)
+        places.append(at)
+        at += line.size
+    words = np.zeros(at + len(pages) + len(lists), dtype=np.int32)
+    table = words[HEADER : HEADER + ROW_FIELDS * rows].reshape(ROW_FIELDS, rows)
+    table[0, :count], table[1, :count], table[2, :count] = tokens, positions, slots
+    table[2, count:] = card.spare
+    words[at : at + len(pages)] = pages
+    lists_at = at + len(pages)
+    if len(lists):
+        words[lists_at:] = lists
+        for found in tiles:
+            for t in found[found[:, _BLOCKS] >= 0]:
+                begin = lists_at + t[_BLOCKS]
+                part = words[begin : begin + t[_SIZE]]
+                part[part >= 0] += lists_at
+    for place, line in zip(places, lines, strict=True):
+        line[:, 2] += at
+        if len(lists):
+            line[line[:, 3] >= 0, 3] += lists_at
+        words[place : place + line.size] = line.reshape(-1)
+    return Layout(words, rows, tile, not len(lists), tuple(places), splits)
+
+
+def _spread(tiles: Sequence[IntArray], card: Card, room: int) -> bool:
     """Whether one tile's blocks should be taken by several programs: if it would keep all waiting."""
     spread = False
-    for found in made:
-        sizes = [t.size - t.first for t in found]
-        total = sum(sizes)
+    for found in tiles:
+        sizes = found[:, _SIZE] - found[:, _FIRST]
+        total = int(sizes.sum())
         if total > room:
             return False
-        spread |= max(sizes, default=0) > 2 * max(1, total * kv_heads // programs)
+        spread |= int(sizes.max()) > 2 * max(1, total * card.kv_heads // card.programs)
     return spread
 
 
-def _items(found: Sequence[_Tile], kv_heads: int, programs: int, splits: bool) -> Words:
+def _items(found: IntArray, card: Card, splits: bool, last: bool) -> Words:
     """Runs of blocks: as many as fill the card, each tile's in order; behind them nothing."""
-    total = sum(t.size - t.first for t in found) * kv_heads
-    share = max(1, -(-total // programs))
-    rows: list[tuple[int, ...]] = []
-    base = 0
-    for ticket, t in enumerate(found):
-        size = t.size - t.first
-        pieces = -(-size // share) if splits else 1
-        per = -(-size // pieces)
-        pieces = -(-size // per)
-        tile, tail = (t.row, t.nodes, t.pages, t.blocks), (t.limit, t.place, 0, 0, 0)
-        for start in range(t.first, t.size, per):
-            stop = min(start + per, t.size)
-            rows.append((*tile, start, stop, t.first, t.size, pieces, base, ticket, *tail))
-        base += size
-    if len(rows) > programs:
-        rows.sort(key=lambda item: item[4] - item[5])
-    room = len(rows) + -(-programs // kv_heads) + 1
-    words = np.zeros((1 << room.bit_length(), FIELDS), dtype=np.int32)  # few sizes: see `windows`
+    begins, ends = found[:, _FIRST], found[:, _SIZE]
+    sizes = ends - begins
+    if splits:
+        share = max(1, -(-int(sizes.sum()) * card.kv_heads // card.programs))
+        per = -(-sizes // -(-sizes // share))
+        pieces = -(-sizes // per)
+        which = np.repeat(np.arange(len(found)), pieces)
+        nth = np.arange(len(which)) - (np.cumsum(pieces) - pieces)[which]
+        starts = begins[which] + nth * per[which]
+        stops = np.minimum(starts + per[which], ends[which])
+    else:
+        which = np.arange(len(found))
+        starts, stops, pieces = begins, ends, np.ones_like(sizes)
+    if len(which) > card.programs:
+        order = np.argsort(starts - stops, kind="stable")
+        which, starts, stops = which[order], starts[order], stops[order]
+    room = len(which) + -(-card.programs // card.kv_heads) + 1
+    if not last:
+        room = 1 << room.bit_length()  # few sizes: recorded passes hold where the next items begin
+    words = np.zeros((room, FIELDS), dtype=np.int32)
     words[:, 3] = -1
-    words[: len(rows)] = rows
+    live = words[: len(which)]
+    live[:, :4] = found[which, :4]
+    live[:, 4], live[:, 5] = starts, stops
+    live[:, 6], live[:, 7] = begins[which], ends[which]
+    live[:, 8] = pieces[which]
+    live[:, 9] = (np.cumsum(sizes) - sizes)[which]
+    live[:, 10] = which
+    live[:, 11], live[:, 12] = found[which, _LIMIT], found[which, _PLACE]
     return words

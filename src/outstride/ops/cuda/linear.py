@@ -211,7 +211,7 @@ def _diagonal(gram, BM: tl.constexpr):
     return tl.sum(tl.where(at[:, None] == at[None, :], gram, 0.0), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_m"])
 def linear_kernel(
     x, w, bias, out, low, factors, gather, partial, tickets,
     positions, slots, cosines, sines, keys, values, query_norm, key_norm,
@@ -221,7 +221,7 @@ def linear_kernel(
     GATHER: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr, WIDE: tl.constexpr, HEAD_LEVELS: tl.constexpr, ROPE: tl.constexpr,
     HEAD_NORM: tl.constexpr, CHAINS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x @ w.T, and what follows it. `part` columns make a part of K; x and w have whole parts."""
     pid = tl.program_id(0)
@@ -236,7 +236,8 @@ def linear_kernel(
         if LINES > 0:
             _prefetch(w, cols, k_all, first * part, part, BN, LINES)
         gdc_wait()
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
     early: tl.constexpr = BM * BN <= 2048
     if early:
         one, two, slot = _early(rows, cols, out, ld_out, positions, slots, cosines, sines, BM, BN,
@@ -248,6 +249,8 @@ def linear_kernel(
     measured: tl.constexpr = NORM == NORMED
     y, gram = _chain(a, b, hop // BK, hop, BM, BN, BK, CHAINS, measured,
                      STAGES)  # fmt: skip
+    if PDL and LATE:
+        gdc_launch_dependents()
     last = True
     if SPLIT > 1:
         if FAN:
@@ -368,24 +371,36 @@ class Tiles:
     fan: bool
     warps: int
     stages: int
-    prefetch: bool = True
+    step: int = STEP
+    lines: int = 64
+    """How much of each column is asked for before the input is there, in units of 64 elements."""
+    late: bool = False
+    """Whether the next kernel may start only when this one is nearly done."""
 
 
-def tiles(outer: int, inner: int, rows: int, *, least: int = 16) -> Tiles:
-    """Tiles for a weight of this shape. `rows` is a multiple of 16; `least` columns stay together."""
+def tiles(outer: int, inner: int, rows: int, *, least: int = 16, normed: bool = False) -> Tiles:
+    """Tiles for a weight of this shape. `rows` is a multiple of 16; `least` columns stay together.
+
+    normed: the norm's factor is worked out along the way, which small tiles of rows do faster.
+    """
     if outer * inner < SMALL:
         if rows > 128:
             return Tiles(64 if rows % 64 == 0 else 16, max(64, least), False, 4, 2)
         bm = min(rows, 64)
-        return Tiles(bm, max(32 if outer >= 2048 else 16, least), False, 2 if bm == 16 else 4, 3)
+        bn = max(32 if outer >= 2048 else 16, least)
+        if bm == 16:
+            return Tiles(bm, bn, False, 2, 3, 2 * STEP)
+        if bn <= 32 and (rows == 32 or (rows == 64 and normed)):
+            return Tiles(16, bn, False, 1, 3)
+        return Tiles(bm, bn, False, 4, 3)
     if rows <= 64:
         bm = rows if rows in (16, 32, 64) else 16
         if outer < 16384 and least <= 64:
-            return Tiles(bm, 64, True, 4, 5, prefetch=False)
-        return Tiles(bm, max(128, least), True, 8 if bm == 64 else 4, 4, prefetch=False)
+            return Tiles(bm, 64, True, 4, 5, lines=0, late=True)
+        return Tiles(bm, max(128, least), True, 8 if bm == 64 else 4, 4, lines=0, late=True)
     bm = 128 if rows % 128 == 0 else 64 if rows % 64 == 0 else 16
     many = rows // bm * -(-outer // 128)
-    return Tiles(bm, max(128, least), many < FULL, 8 if bm >= 64 else 4, 5, prefetch=False)
+    return Tiles(bm, max(128, least), many < FULL, 8 if bm >= 64 else 4, 5, lines=0, late=True)
 
 
 @dataclass(slots=True)
@@ -492,7 +507,7 @@ def linear(
     """
     least = turn.wide if turn is not None and turn.query_norm is not None else 16
     split, outer, inner = matrix.split, up(matrix.outer, 16), matrix.weight.shape[1]
-    chosen = layout or tiles(matrix.outer, inner, rows, least=least)
+    chosen = layout or tiles(matrix.outer, inner, rows, least=least, normed=norm is not None)
     columns = -(-outer // chosen.bn)
     tiles_m = rows // chosen.bm
     eps, none, t = 0.0 if norm is None else norm, scratch.nothing, turn
@@ -525,7 +540,7 @@ def linear(
     small, how = matrix.outer * inner < SMALL, UNSCALED
     chains = chains_of(inner) if small else 1
     hop = inner // split // chains
-    step = 2 * STEP if small and chosen.bm == 16 and hop % (2 * STEP) == 0 else STEP
+    step = chosen.step if hop % chosen.step == 0 else STEP
     if norm is not None:
         how = NORMED
         extra = {"launch_pdl": True} if pdl else {}
@@ -543,12 +558,10 @@ def linear(
                 WIDTH=triton.next_power_of_2(matrix.inner), num_warps=8, **options,
             )  # fmt: skip
     fan = chosen.fan and rows * columns * split * chosen.bn <= len(scratch.partial)
-    lines = (
-        min(triton.next_power_of_2(-(-inner // split // 64)), 64) if chosen.prefetch or ahead else 0
-    )
+    lines = min(triton.next_power_of_2(-(-inner // split // 64)), 64 if ahead else chosen.lines)
     linear_kernel[(tiles_m * columns * (split if fan else 1),)](
         x, matrix.weight, *ends, scratch.factors, chooser, scratch.partial, scratch.tickets,
         *turning, tiles_m, x.stride(0), result.stride(0), inner // split, hop,
         float(matrix.inner), eps, BK=step, SPLIT=split, FAN=fan, NORM=how, CHAINS=chains,
-        LINES=lines, STAGES=chosen.stages, **common, **launch,
+        LINES=lines, LATE=chosen.late, STAGES=chosen.stages, **common, **launch,
     )  # fmt: skip
