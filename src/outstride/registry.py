@@ -116,7 +116,10 @@ def method(name: str, *, family: str, acceptor: str = "match") -> Callable[[D], 
 
 
 def acceptor(name: str) -> Callable[[A], A]:
-    """Registers an acceptor under a name that methods refer to."""
+    """Registers an acceptor under a name that methods refer to.
+
+    Its keyword arguments are filled from the options of the same names of the method's drafter.
+    """
 
     def register(cls: A) -> A:
         _acceptors[name] = cls
@@ -190,10 +193,13 @@ def build(spec: str, **given: Any) -> Method:
         drafter = found.drafter(**{**values, **given})
     except ValueError as error:
         raise UnknownMethod(f"{found.name}: {error}") from error
+    judge = _acceptors[found.acceptor]
+    wanted = {option.name for option in _options(judge)}
+    known = {option.name: option.default for option in found.options} | values
     return Method(
         name=found.name,
         drafter=drafter,
-        acceptor=_acceptors[found.acceptor](),
+        acceptor=judge(**{name: value for name, value in known.items() if name in wanted}),
         exactness=found.exactness,
         spec=spec,
     )

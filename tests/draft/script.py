@@ -1,0 +1,127 @@
+"""A target that says what it was told to, for drafters that need no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from outstride import registry
+from outstride.core.contracts import CAUSAL, Drafter
+from outstride.core.graph import NodeId
+from outstride.core.guess import Guess
+from outstride.core.params import SamplingParams
+from outstride.core.proposal import Proposal, Scores, Verdict
+from outstride.core.sequence import Sequence, Table, View
+
+registry.discover()
+MATCH = registry.build("plain").acceptor
+
+
+class Script:
+    """One request whose answer is known. `candidates` says what the target has in mind behind a path.
+
+    The path is all tokens up to a node; on the way of the answer, its next token comes first.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        prompt: list[int],
+        answer: list[int],
+        *,
+        salt: str = "",
+        candidates: Callable[[list[int]], list[int]] = lambda path: [],
+    ) -> None:
+        self.drafter = drafter
+        self.answer = answer
+        self.candidates = candidates
+        self.sequence = Sequence(
+            id=0,
+            request=0,
+            tokens=list(prompt),
+            prompt_length=len(prompt),
+            params=SamplingParams(max_tokens=len(answer)),
+            seed=0,
+            method=registry.build("plain"),
+            limit=len(prompt) + len(answer),
+            salt=salt,
+        )
+        self.sequence.group.append(self.sequence)
+        self.passes = 0
+        self.accepted = 0
+
+    @property
+    def view(self) -> View:
+        read = list(range(len(self.sequence.tokens) - 1))
+        self.sequence.tables["target"] = Table(positions=read)
+        return View(self.sequence, {"target": CAUSAL}, self.sequence.limit, allotted=1)
+
+    @property
+    def done(self) -> bool:
+        return len(self.sequence.output) == len(self.answer)
+
+    def guess(self, room: int = 64) -> Guess:
+        """What the drafter guesses now."""
+        rounds = self.drafter.guess(self.view, room)
+        try:
+            next(rounds)
+        except StopIteration as stop:
+            guess: Guess = stop.value
+            return guess
+        raise AssertionError("it asked a model")
+
+    def step(self, room: int = 64) -> Proposal:
+        """One pass over what the drafter proposes."""
+        view = self.view
+        rounds = self.drafter.propose(view, room)
+        try:
+            next(rounds)
+        except StopIteration as stop:
+            proposal: Proposal = stop.value
+        assert len(proposal.graph) <= proposal.given + room
+        scores = self._score(proposal)
+        verdict = MATCH.accept(view, proposal, scores)
+        tokens = list(verdict.settled.values())[: len(self.answer) - len(self.sequence.output)]
+        self.sequence.tokens += map(int, tokens)
+        self.passes += 1
+        self.accepted += len(tokens) - 1
+        self.observe(view, proposal, scores, verdict)
+        return proposal
+
+    def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> None:
+        self.sequence.state = self.drafter.observe(view, proposal, scores, verdict)
+
+    def run(self) -> Script:
+        """To the end of the answer."""
+        while not self.done:
+            self.step()
+        start = self.sequence.prompt_length
+        assert self.sequence.tokens[start:] == self.answer
+        return self
+
+    def _score(self, proposal: Proposal) -> Scores:
+        graph, best = proposal.graph, max(1, proposal.wants.best)
+        whole = self.sequence.tokens[: self.sequence.prompt_length] + self.answer
+        table = np.full((len(graph), best), -1, dtype=np.int64)
+        for node in range(len(graph)):
+            inside = [int(graph.tokens[n]) for n in graph.path(NodeId(node))]
+            path = self.sequence.tokens[: int(graph.positions[0])] + inside
+            found = list(self.candidates(path))
+            if path == whole[: len(path)] and len(path) < len(whole):
+                found = [whole[len(path)], *(t for t in found if t != whole[len(path)])]
+            row = (found or [0])[:best]
+            table[node, : len(row)] = row
+        return Scores(nodes=np.arange(proposal.root, len(graph)), best=table[proposal.root :])
+
+
+def paths(guess: Guess) -> list[list[int]]:
+    """Every leaf of a guess, as the tokens that lead to it."""
+    found = []
+    for leaf in sorted(set(range(len(guess))) - set(guess.parents)):
+        path, node = [], leaf
+        while node >= 0:
+            path.append(guess.tokens[node])
+            node = guess.parents[node]
+        found.append(path[::-1])
+    return found

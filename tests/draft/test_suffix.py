@@ -1,0 +1,161 @@
+"""What `suffix` promises: right counts, frequencies that decide, bounded memory, tenants apart."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from outstride import registry
+from outstride.draft.suffix import TRUST, Automaton, Suffix
+from outstride.errors import UnknownMethod
+from tests.draft.script import Script, paths
+
+
+def read(automaton: Automaton, text: list[int]) -> int:
+    at = 0
+    for token in text:
+        at = automaton.read(at, token)
+    return at
+
+
+def find(automaton: Automaton, run: list[int]) -> int | None:
+    at: int | None = 0
+    for token in run:
+        at = automaton.after[at].get(token) if at is not None else None
+    return at
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_run_is_known_and_counted(seed: int) -> None:
+    rng = random.Random(seed)
+    texts = [[rng.randrange(3) for _ in range(rng.randrange(1, 16))] for _ in range(4)]
+    automaton, runs = Automaton(), Counter[tuple[int, ...]]()
+    for text in texts:
+        at = read(automaton, text)
+        assert automaton.length[at] == len(text)
+        runs.update(tuple(text[i:j]) for i in range(len(text)) for j in range(i + 1, len(text) + 1))
+    for run, count in runs.items():
+        place = find(automaton, list(run))
+        assert place is not None
+        assert automaton.count[place] == count
+    strange = [rng.randrange(3) for _ in range(6)]
+    assert (find(automaton, strange) is not None) == (tuple(strange) in runs)
+    assert len(automaton.after) <= 2 * automaton.size + 1
+    assert len(automaton.after) == len(automaton.length) == len(automaton.link)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_following_finds_the_longest_known_ending(seed: int) -> None:
+    rng = random.Random(seed)
+    known = [rng.randrange(4) for _ in range(30)]
+    automaton = Automaton()
+    read(automaton, known)
+    said: list[int] = []
+    at = matched = 0
+    for _ in range(40):
+        said.append(rng.randrange(5))
+        at, matched = automaton.follow(at, matched, said[-1])
+        endings = [
+            n for n in range(len(said) + 1) if find(automaton, said[len(said) - n :]) is not None
+        ]
+        assert matched == max(endings)
+
+
+def script(prompt: list[int], answer: list[int], **options: float) -> Script:
+    return Script(Suffix(**options), prompt, answer)  # type: ignore[arg-type]
+
+
+def test_frequencies_decide_order_and_depth() -> None:
+    often, seldom = [1, 2, 3, 4, 5, 6], [1, 2, 8, 9, 10, 11]
+    prompt = [*often, 20, *often, 21, *often, 22, *seldom, 23, 1]
+    asked = script(prompt, [2, 3, 4, 5, 6, 7, 7, 7], least=0.0, branch=2, size=8)
+    asked.step()
+    guess = asked.guess()
+    assert guess.tokens[0] == 3
+    assert [3, 4, 5, 6] in [path[:4] for path in paths(guess)]
+    rare = guess.tokens.index(8)
+    assert guess.chances[rare] == pytest.approx(guess.chances[0] / 3)
+    assert guess.signs[rare] != guess.signs[0]
+
+
+def test_what_is_unlikely_is_left_out() -> None:
+    prompt = [*([1, 2, 3] * 1), *([1, 2, 4] * 9), 7, 1]
+    for least, known in ((0.2, {4}), (0.0, {3, 4})):
+        asked = script(prompt, [2, 4, 1, 2], least=least)
+        asked.step()
+        guess = asked.guess()
+        assert {guess.tokens[i] for i, parent in enumerate(guess.parents) if parent < 0} == known
+
+
+def test_longer_matches_are_trusted_more() -> None:
+    guesses = []
+    for before in ([5, 6], [5, 60], [50, 60]):
+        asked = script([5, 6, 7, 8, 9, 1, *before], [7, 8, 9, 1])
+        asked.step()
+        guesses.append(asked.guess())
+    assert [guess.tokens[0] for guess in guesses] == [8, 8, 8]
+    assert guesses[0].chances[0] > guesses[1].chances[0] == guesses[2].chances[0]
+    assert guesses[0].signs[0] != guesses[1].signs[0] == guesses[2].signs[0]
+    assert list(TRUST) == sorted(TRUST)
+
+
+def test_it_learns_from_earlier_requests_of_the_same_tenant_only() -> None:
+    drafter, answer = Suffix(), list(range(100, 130))
+    first = Script(drafter, [1, 2, 3], answer, salt="a").run()
+    again = Script(drafter, [4, 5, 3], answer, salt="a").run()
+    other = Script(drafter, [4, 5, 3], answer, salt="b").run()
+    assert first.passes == other.passes == len(answer)
+    assert again.passes < len(answer) / 3
+
+
+def test_memory_is_bounded_and_forgets_the_oldest() -> None:
+    drafter = Suffix(memory=200)
+    rng = random.Random(1)
+    answers = [[rng.randrange(1000) for _ in range(60)] for _ in range(12)]
+    for answer in answers:
+        Script(drafter, [1, 2, 3], answer).run()
+    memory = drafter._memories.of("")
+    assert memory.young.size + memory.old.size <= 200 + 60 + 8
+    assert Script(drafter, [1, 2, 3], answers[-1]).run().passes < 20
+    assert Script(drafter, [1, 2, 3], answers[0]).run().passes == 60
+
+
+def test_no_memory_at_all() -> None:
+    drafter, answer = Suffix(memory=0), list(range(100, 130))
+    for _ in range(2):
+        assert Script(drafter, [1, 2, 3], answer).run().passes == len(answer)
+
+
+def test_a_long_prompt_is_read_in_portions() -> None:
+    drafter = Suffix(memory=0)
+    drafter.PORTION = 16
+    prompt = [t for i in range(20) for t in (i, 50, 51)]
+    asked = Script(drafter, prompt, [50, 51] * 12)
+    asked.step()
+    assert asked.sequence.state.done == 16
+    assert len(asked.guess()) == 0
+    assert asked.run().accepted > 0
+    assert asked.sequence.state.done == len(asked.sequence.tokens)
+
+
+def test_sequences_side_by_side_do_not_disturb_each_other() -> None:
+    """Texts that grow in turns in one memory, with halves that change in between."""
+    drafter, rng = Suffix(memory=120), random.Random(4)
+    scripts = [
+        Script(drafter, [1, 2], [rng.randrange(6) for _ in range(80)], salt="x") for _ in range(5)
+    ]
+    while any(not s.done for s in scripts):
+        waiting = rng.choice([s for s in scripts if not s.done])
+        waiting.step()
+    for asked in scripts:
+        assert asked.sequence.output == asked.answer
+        state = asked.sequence.state
+        assert state.own.length[state.at] == len(asked.sequence.tokens)
+
+
+@pytest.mark.parametrize("spec", ["suffix:size=0", "suffix:branch=0", "suffix:least=1"])
+def test_senseless_options_are_refused(spec: str) -> None:
+    with pytest.raises(UnknownMethod, match="needs"):
+        registry.build(spec)
