@@ -326,8 +326,9 @@ class Cpu(Ops):
     ) -> None:
         """Scores some rows and files what was found with their owners."""
         x = np.stack([wanted[i].state[node - wanted[i].first] for i, node in lines])
-        tokens, logits = self._scored(x, rows=way is not _Way.GREEDY)
-        best = tokens[:, None]
+        greedy = way is _Way.GREEDY
+        most = max(wanted[i].proposal.wants.best for i, _ in lines) if greedy else 1
+        best, logits = self._scored(x, most, rows=not greedy)
         if way is _Way.DRAWN and logits is not None:
             best = self._drawn([(wanted[i].proposal, node) for i, node in lines], logits)
         for i in dict.fromkeys(i for i, _ in lines):
@@ -371,12 +372,13 @@ class Cpu(Ops):
         )
         return out.astype(np.int64)
 
-    def _scored(self, x: FloatArray, *, rows: bool) -> tuple[IntArray, FloatArray | None]:
-        """The likeliest token of each row, and the rows themselves if they are asked for."""
+    def _scored(self, x: FloatArray, k: int, *, rows: bool) -> tuple[IntArray, FloatArray | None]:
+        """The k likeliest tokens of each row, and the rows themselves if they are asked for."""
         shape, count = self._shape, len(x)
+        k = min(max(1, k), shape.vocab_size)
         if count > self._space.rows:
             self._open(rounded(count, 256))
-        best = np.zeros((self._threads, count), dtype=native.BEST)
+        best = np.zeros((self._threads, count, k), dtype=native.BEST)
         best["value"] = -np.inf  # not every thread need have taken part
         logits = (
             np.empty((count, self._weights.vocabulary.stride), dtype=np.float32) if rows else None
@@ -393,12 +395,14 @@ class Cpu(Ops):
                 self.width,
                 shape.hidden_size,
                 shape.vocab_size,
+                k,
                 shape.norm_eps,
             ),
         )
-        winner = best["value"].argmax(axis=0)  # ties: the first thread has the lowest ids
-        tokens = best["token"][winner, np.arange(count)].astype(np.int64)
-        return tokens, logits
+        # All threads' tokens of a row; ties: the first thread has the lowest ids.
+        found = best.transpose(1, 0, 2).reshape(count, -1)
+        order = np.argsort(-found["value"], axis=1, kind="stable")[:, :k]
+        return np.take_along_axis(found["token"], order, axis=1).astype(np.int64), logits
 
     # --- the cache --------------------------------------------------------------------------------
 
@@ -435,6 +439,6 @@ def _way(item: Wanted) -> _Way:
     proposal, wants = item.proposal, item.proposal.wants
     if proposal.rules or wants.logprobs is not None or wants.rows or wants.logits:
         return _Way.HOST
-    if proposal.draw.temperature == 0.0 and wants.best <= 1:
+    if proposal.draw.temperature == 0.0 and wants.best <= native.MOST_FUSED:
         return _Way.GREEDY
     return _Way.DRAWN if wants.best <= native.MOST_BEST else _Way.HOST

@@ -1,4 +1,4 @@
-// Passes on CPUs: integer products of int8 weights with 12-bit activations, attention over pages.
+// Passes on CPUs: integer products of 8-bit weights with 12-bit activations, attention over pages.
 //
 // No framework: plain buffers in, plain buffers out, errors as return codes. The code of the kernels
 // is in kernels.inc, compiled here for each instruction set; `outstride_open` chooses one at run time.
@@ -30,9 +30,9 @@ namespace {
 // --- what callers hand over (mirrored in native.py) -------------------------------------------------
 
 struct Matrix {
-  const int8_t* data;    // [tiles][depth / 4][16 channels][4]
+  const uint8_t* data;   // [tiles][depth / 4][16 channels][4]
   const float* scale;    // [tiles * 16]
-  const int32_t* sums;   // [slices of K][tiles * 16]: sums of the weights
+  const int32_t* zero;   // [tiles * 16]: the code of 0
   const float* bias;     // [tiles * 16] or null
   int32_t tiles, depth;  // depth: K rounded up to 16
 };
@@ -84,8 +84,8 @@ struct Head {
   const float* norm;
   const Matrix* matrix;
   float* logits;  // [rows][tiles * 16] or null
-  Best* best;     // [threads][rows]
-  int32_t rows, width, hidden, vocabulary;
+  Best* best;     // [threads][rows][k], best first
+  int32_t rows, width, hidden, vocabulary, k;
   float eps;
 };
 
@@ -117,9 +117,15 @@ constexpr float MAX_NOISE = 22.8739f;
 // --- threads --------------------------------------------------------------------------------------
 
 struct Codes {  // quantized rows: two bytes for each value, one scale for each row
-  uint8_t* bytes;
+  int8_t* bytes;
   float* scale;
+  int32_t* sums;  // [rows][slices]: sums of the values
 };
+
+// So many products of 8 by 12 bits fit into 32 bits.
+constexpr int SLICE = 4096;
+
+constexpr int slices(int depth) { return (depth + SLICE - 1) / SLICE; }
 
 struct Pool;
 
@@ -475,6 +481,38 @@ int best_isa() {
   return ISA_PORTABLE;
 }
 
+// --- rounding weights -------------------------------------------------------------------------------
+
+struct Grid {  // a byte c stands for (c - zero) * scale
+  float scale, inverse, zero;
+};
+
+Grid grid(float step, float zero) { return {step, step > 0.0f ? 1.0f / step : 0.0f, zero}; }
+
+Grid even_grid(float least, float most) {
+  return grid((most > -least ? most : -least) / 127.0f, 128.0f);
+}
+
+Grid whole_grid(float least, float most) {
+  const float step = (most - least) / 255.0f;
+  return grid(step, step > 0.0f ? nearbyintf(-least / step) : 128.0f);
+}
+
+inline float code_of(const Grid& g, float weight) {
+  constexpr float magic = 12582912.0f;  // its last bit is worth one: adding it rounds
+  const float c = (weight * g.inverse + magic) - magic + g.zero;
+  return c < 0.0f ? 0.0f : c > 255.0f ? 255.0f : c;
+}
+
+float error_of(const Grid& g, const float* weights, int count) {
+  float total = 0.0f;
+  for (int i = 0; i < count; i++) {
+    const float off = (code_of(g, weights[i]) - g.zero) * g.scale - weights[i];
+    total += off * off;
+  }
+  return total;
+}
+
 struct Engine {
   Pool pool;
   Kernels kernels;
@@ -504,16 +542,17 @@ void* outstride_open(int threads, int isa, int rows, int depth, int scratch) {
   p->count = threads;
   // Rows are read in blocks of sixteen: what lies behind the last is read, and not used.
   const size_t bytes = (size_t)2 * depth + 64;
-  p->shared.bytes = (uint8_t*)aligned_alloc(64, (bytes * (rows + 16) + 63) / 64 * 64);
-  p->shared.scale = (float*)malloc(sizeof(float) * rows);
-  bool sound = p->shared.bytes && p->shared.scale;
+  const size_t sums = sizeof(int32_t) * slices(depth);
+  p->shared = {(int8_t*)aligned_alloc(64, (bytes * (rows + 16) + 63) / 64 * 64),
+               (float*)malloc(sizeof(float) * rows), (int32_t*)malloc(sums * rows)};
+  bool sound = p->shared.bytes && p->shared.scale && p->shared.sums;
   for (int i = 0; i < threads; i++) {
     Share* s = &p->shares[i];
-    p->codes[i].bytes = (uint8_t*)aligned_alloc(64, (bytes * 16 + 63) / 64 * 64);
-    p->codes[i].scale = (float*)malloc(sizeof(float) * 4);
+    p->codes[i] = {(int8_t*)aligned_alloc(64, (bytes * 16 + 63) / 64 * 64),
+                   (float*)malloc(sizeof(float) * 4), (int32_t*)malloc(sums * 4)};
     *s = {i, threads, &p->codes[i], &p->shared,
           (float*)aligned_alloc(64, ((size_t)scratch * 4 + 127) / 64 * 64), p};
-    sound = sound && p->codes[i].bytes && p->codes[i].scale && s->scratch;
+    sound = sound && p->codes[i].bytes && p->codes[i].scale && p->codes[i].sums && s->scratch;
   }
   if (!sound) return nullptr;
   for (int i = 1; i < threads; i++)
@@ -527,9 +566,10 @@ void outstride_close(void* engine) {
   announce(p, THE_END);
   for (int i = 1; i < p->count; i++) pthread_join(p->threads[i], nullptr);
   for (int i = 0; i < p->count; i++) {
-    free(p->codes[i].bytes), free(p->codes[i].scale), free(p->shares[i].scratch);
+    free(p->codes[i].bytes), free(p->codes[i].scale), free(p->codes[i].sums);
+    free(p->shares[i].scratch);
   }
-  free(p->shared.bytes), free(p->shared.scale);
+  free(p->shared.bytes), free(p->shared.scale), free(p->shared.sums);
   delete e;
 }
 
@@ -551,24 +591,26 @@ void outstride_layers(void* engine, const Layer* a, int count) {
 void outstride_choose(void* e, const Choose* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.choose, a); }
 void outstride_head(void* e, const Head* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.head, a); }
 
-// Weights of float32, [channels][k], to tiles of int8 with one scale per channel.
-void outstride_pack(const float* weights, int channels, int k, int tiles, int depth, int8_t* data,
-                    float* scale, int32_t* sums) {
-  const int slices = (depth + 8191) / 8192;
-  memset(sums, 0, sizeof(int32_t) * (size_t)slices * tiles * 16);
+// Weights of float32, [channels][k], to tiles of bytes with one scale and one zero per channel: from
+// the least to the largest weight, or as far on both sides, whichever is closer (weights that were
+// rounded that way before stay what they are).
+void outstride_pack(const float* weights, int channels, int k, int tiles, int depth, uint8_t* data,
+                    float* scale, int32_t* zero) {
   for (int n = 0; n < tiles * 16; n++) {
-    int8_t* tile = data + (size_t)(n / 16) * depth * 16 + n % 16 * 4;
-    float most = 0.0f;
+    uint8_t* tile = data + (size_t)(n / 16) * depth * 16 + n % 16 * 4;
     const float* row = weights + (size_t)n * k;
+    float least = 0.0f, most = 0.0f;
     if (n < channels)
-      for (int i = 0; i < k; i++) most = fabsf(row[i]) > most ? fabsf(row[i]) : most;
-    scale[n] = most / 127.0f;
-    const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
-    for (int i = 0; i < depth; i++) {
-      const int8_t q = n < channels && i < k ? (int8_t)lrintf(row[i] * inverse) : 0;
-      tile[(size_t)(i / 4) * 64 + i % 4] = q;
-      sums[(size_t)(i / 8192) * tiles * 16 + n] += q;
-    }
+      for (int i = 0; i < k; i++) {
+        least = row[i] < least ? row[i] : least;
+        most = row[i] > most ? row[i] : most;
+      }
+    const Grid even = even_grid(least, most), whole = whole_grid(least, most);
+    const Grid g = n < channels && error_of(whole, row, k) < error_of(even, row, k) ? whole : even;
+    scale[n] = g.scale, zero[n] = (int32_t)g.zero;
+    for (int i = 0; i < depth; i++)
+      tile[(size_t)(i / 4) * 64 + i % 4] =
+          (uint8_t)(n < channels && i < k ? code_of(g, row[i]) : g.zero);
   }
 }
 
@@ -576,9 +618,10 @@ void outstride_pack(const float* weights, int channels, int k, int tiles, int de
 void outstride_rows(const Matrix* m, const int64_t* ids, int count, int k, int width, float* out) {
   for (int r = 0; r < count; r++) {
     const int64_t n = ids[r];
-    const int8_t* tile = m->data + (size_t)(n / 16) * m->depth * 16 + n % 16 * 4;
+    const uint8_t* tile = m->data + (size_t)(n / 16) * m->depth * 16 + n % 16 * 4;
     for (int i = 0; i < k; i++)
-      out[(size_t)r * width + i] = (float)tile[(size_t)(i / 4) * 64 + i % 4] * m->scale[n];
+      out[(size_t)r * width + i] =
+          (float)(tile[(size_t)(i / 4) * 64 + i % 4] - m->zero[n]) * m->scale[n];
   }
 }
 

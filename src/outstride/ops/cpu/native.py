@@ -20,7 +20,7 @@ class Matrix(c.Structure):
     _fields_ = (
         ("data", _P),
         ("scale", _P),
-        ("sums", _P),
+        ("zero", _P),
         ("bias", _P),
         ("tiles", _I),
         ("depth", _I),
@@ -88,6 +88,7 @@ class Head(c.Structure):
         ("width", _I),
         ("hidden", _I),
         ("vocabulary", _I),
+        ("k", _I),
         ("eps", _F),
     )
 
@@ -124,6 +125,8 @@ class Choose(c.Structure):
 
 MOST_BEST = 64
 """So many tokens can be chosen for a node in native code."""
+MOST_FUSED = 16
+"""So many of them without rows of the vocabulary, at temperature 0."""
 ISAS = ("portable", "avx2", "avx512-vnni", "amx")
 
 

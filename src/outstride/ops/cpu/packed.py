@@ -1,8 +1,9 @@
-"""Weights in the native format: int8 in tiles of sixteen channels, one scale per channel."""
+"""Weights in the native format: bytes in tiles of sixteen channels, a scale and a zero per channel."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,9 +11,6 @@ import numpy.typing as npt
 
 from outstride.core.graph import FloatArray, IntArray
 from outstride.ops.cpu import native
-
-SLICE = 8192
-"""So many products of 8 by 12 bits fit into 32 bits."""
 
 
 def rounded(size: int, to: int) -> int:
@@ -22,26 +20,31 @@ def rounded(size: int, to: int) -> int:
 
 @dataclass(slots=True)
 class Packed:
-    """A matrix [channels, k], ready for the kernels."""
+    """A matrix [channels, k], ready for the kernels.
 
-    data: npt.NDArray[np.int8]
+    columns: what its columns were divided by before they were rounded. Whoever multiplies a row with
+    the matrix has multiplied the row with them.
+    """
+
+    data: npt.NDArray[np.uint8]
     scale: FloatArray
-    sums: npt.NDArray[np.int32]
+    zero: npt.NDArray[np.int32]
     bias: FloatArray | None
     channels: int
     k: int
     tiles: int
     depth: int
+    columns: FloatArray | None = None
     struct: native.Matrix = field(init=False)
 
     def __post_init__(self) -> None:
         expected = (self.tiles * self.depth * 16, self.tiles * 16)
-        if self.data.size != expected[0] or self.scale.size != expected[1]:
+        if (self.data.size, self.scale.size, self.zero.size) != (*expected, expected[1]):
             raise ValueError("packed weights of another size")
         self.struct = native.Matrix(
             self.data.ctypes.data,
             self.scale.ctypes.data,
-            self.sums.ctypes.data,
+            self.zero.ctypes.data,
             None if self.bias is None else self.bias.ctypes.data,
             self.tiles,
             self.depth,
@@ -55,9 +58,9 @@ class Packed:
             raise ValueError(f"a depth of {depth} for {k} columns")
         weight = np.ascontiguousarray(weight, dtype=np.float32)
         tiles = rounded(channels, 32) // 16
-        data = np.empty(tiles * depth * 16, dtype=np.int8)
+        data = np.empty(tiles * depth * 16, dtype=np.uint8)
         scale = np.empty(tiles * 16, dtype=np.float32)
-        sums = np.empty(-(-depth // SLICE) * tiles * 16, dtype=np.int32)
+        zero = np.empty(tiles * 16, dtype=np.int32)
         native.library().outstride_pack(
             weight.ctypes.data,
             channels,
@@ -66,11 +69,37 @@ class Packed:
             depth,
             data.ctypes.data,
             scale.ctypes.data,
-            sums.ctypes.data,
+            zero.ctypes.data,
         )
         if bias is not None:
             bias = np.concatenate([bias, np.zeros(tiles * 16 - channels)]).astype(np.float32)
-        return cls(data, scale, sums, bias, channels, k, tiles, depth)
+        return cls(data, scale, zero, bias, channels, k, tiles, depth)
+
+    @classmethod
+    def balanced(cls, weight: FloatArray, depth: int) -> Packed:
+        """Quantizes a matrix with its columns evened out first, if that brings it closer.
+
+        Channels whose largest weights all stand in the same few columns have a coarse scale for the
+        sake of those; half of the difference between columns (in logarithms) is taken away.
+        """
+        plain = cls.of(weight, None, depth)
+        columns = np.zeros(weight.shape[1], dtype=np.float64)
+        for part in _parts(weight):
+            columns += np.square(np.square(part, dtype=np.float64)).sum(axis=0)
+        columns = np.sqrt(np.sqrt(np.sqrt(columns / max(columns.mean(), 1e-300))))
+        columns[columns == 0.0] = 1.0
+        even = columns.astype(np.float32)
+        other = cls.of(weight / even, None, depth)
+        other.columns = even
+        return other if other._error(weight) < plain._error(weight) else plain
+
+    def _error(self, weight: FloatArray) -> float:
+        total, start = 0.0, 0
+        for part in _parts(weight):
+            ids = np.arange(start, start + len(part))
+            total += float(np.square(self.rows(ids, self.k) - part).sum(dtype=np.float64))
+            start += len(part)
+        return total
 
     @property
     def stride(self) -> int:
@@ -86,7 +115,14 @@ class Packed:
         native.library().outstride_rows(
             ctypes.byref(self.struct), ids.ctypes.data, len(ids), self.k, width, out.ctypes.data
         )
+        if self.columns is not None:
+            out[:, : self.k] *= self.columns
         return out
+
+
+def _parts(weight: FloatArray) -> Iterator[FloatArray]:
+    for start in range(0, len(weight), 4096):
+        yield weight[start : start + 4096]
 
 
 def alternating(weight: FloatArray) -> FloatArray:

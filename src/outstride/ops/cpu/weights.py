@@ -16,12 +16,12 @@ from outstride.errors import CorruptModel
 from outstride.ops.contract import LayerWeights, Model, Shape
 from outstride.ops.cpu.packed import Packed, alternating, rounded
 
-FORMAT = "outstride int8 1"
+FORMAT = "outstride int8 2"
 """Rises when the same weights would be packed differently."""
 
 _MATRICES = ("qkv", "output", "gate_up", "down")
 _VECTORS = ("attention_norm", "query_norm", "key_norm", "mlp_norm")
-_PARTS = ("data", "scale", "sums", "bias")
+_PARTS = ("data", "scale", "zero", "bias", "columns")
 
 
 def widths(shape: Shape) -> tuple[int, int, int]:
@@ -64,11 +64,14 @@ class Weights:
         while model.layers:
             layers.append(_pack_layer(shape, model.layers.pop(0)))
         table = model.embedding if model.head is None else model.head
-        vocabulary = Packed.of(table.numpy(), None, width)
+        vocabulary = Packed.balanced(table.numpy(), width)
         embedding = vocabulary
         if model.head is not None:
-            embedding = Packed.of(model.embedding.numpy(), None, width)
-        return cls(layers, vocabulary, embedding, _padded(model.norm, width))
+            embedding = Packed.balanced(model.embedding.numpy(), width)
+        norm = _padded(model.norm, width)
+        if vocabulary.columns is not None:
+            norm[: shape.hidden_size] *= vocabulary.columns
+        return cls(layers, vocabulary, embedding, norm)
 
     # --- the file ---------------------------------------------------------------------------------
 
