@@ -165,7 +165,8 @@ class Mix(Drafter):
             raise ValueError("needs nodes >= 1")
         self.nodes = nodes
         self._drafters = [self._part(name) for name in parts.split("+")]
-        self.wants = Wants(best=max(drafter.wants.best for drafter in self._drafters))
+        wants = [drafter.wants for drafter in self._drafters]
+        self.wants = Wants(best=max(w.best for w in wants), given=any(w.given for w in wants))
         self._odds = PerTenant(lambda: Odds(weight=12.0))
 
     @staticmethod

@@ -90,7 +90,8 @@ class Pearl(Drafter):
         for level in range(self.length):
             nodes = tuple(len(own) + place for place in places)
             hedged = level == 0 and self.width > 1
-            wants = Wants(nodes, self.width if hedged else 1, 4 * self.width if hedged else None)
+            most = 4 * self.width if hedged else None
+            wants = Wants(nodes, best=self.width if hedged else 1, logprobs=most)
             scores = yield Proposal(graph, len(own), self.model, wants=wants)
             fresh = [
                 branch

@@ -93,7 +93,10 @@ class Passes:
         params, reading = turn.sequence.params, turn.reading
         if not draft:
             wants = proposal.wants
+            if wants.given and (params.has_rules or turn.sequence.grammar is not None):
+                wants = replace(wants, given=False)  # rules are for what will be said
             if params.logprobs is not None:
+                wants = replace(wants, given=False)
                 loose = turn.sequence.method.exactness is not Exactness.EXACT
                 wants = replace(wants, logprobs=params.logprobs, logits=wants.logits or loose)
             if reading:

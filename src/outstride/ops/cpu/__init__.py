@@ -125,6 +125,7 @@ class Cpu(Ops):
         if page_size % 16:
             raise ValueError("pages must hold a multiple of 16 entries")
         self._weights = weights
+        weights.into_large_pages()
         self.width, self._heads_width, self._middle = widths(shape)
         self._extra = np.zeros((0, shape.hidden_size), dtype=np.float32)
         self._cos, self._sin = self._turns(min(shape.context, 1024))

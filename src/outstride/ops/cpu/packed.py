@@ -101,6 +101,12 @@ class Packed:
             start += len(part)
         return total
 
+    def move(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Puts the weights elsewhere."""
+        memory[:] = self.data
+        self.data = memory
+        self.struct.data = memory.ctypes.data
+
     @property
     def stride(self) -> int:
         """Width of a row of results."""

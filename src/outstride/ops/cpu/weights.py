@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from outstride.ops.cpu.packed import Packed, alternating, rounded
 
 FORMAT = "outstride int8 2"
 """Rises when the same weights would be packed differently."""
+LARGE = 2 << 20
 
 _MATRICES = ("qkv", "output", "gate_up", "down")
 _VECTORS = ("attention_norm", "query_norm", "key_norm", "mlp_norm")
@@ -72,6 +74,24 @@ class Weights:
         if vocabulary.columns is not None:
             norm[: shape.hidden_size] *= vocabulary.columns
         return cls(layers, vocabulary, embedding, norm)
+
+    def into_large_pages(self) -> None:
+        """Moves all matrices, in the order in which a pass reads them, into one piece of memory.
+
+        Pages of two megabytes, where the system has them to give: a pass reads all weights, and spends
+        much of its time on finding the small ones.
+        """
+        matrices = [getattr(layer, name) for layer in self.layers for name in _MATRICES]
+        matrices += [self.vocabulary, *([self.embedding] * (self.embedding is not self.vocabulary))]
+        size = sum(rounded(matrix.data.size, 64) for matrix in matrices)
+        memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        buffer = np.frombuffer(memory, dtype=np.uint8)
+        at = -buffer.ctypes.data % LARGE
+        for matrix in matrices:
+            matrix.move(buffer[at : at + matrix.data.size])
+            at += rounded(matrix.data.size, 64)
 
     # --- the file ---------------------------------------------------------------------------------
 
