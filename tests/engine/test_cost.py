@@ -21,7 +21,19 @@ def test_the_curve_is_straight_between_knots_and_goes_on() -> None:
 
 
 def test_more_nodes_never_cost_less() -> None:
-    assert Cost({1: 2.0, 2: 1.0, 4: 3.0}).curve(4)[1:] == pytest.approx([2.0, 2.0, 2.0, 3.0])
+    assert Cost({1: 2.0, 2: 1.0, 4: 3.0}).curve(4)[1:] == pytest.approx([1.5, 1.5, 2.25, 3.0])
+
+
+def test_a_knot_below_its_neighbours_does_not_sink() -> None:
+    """Eight nodes cost what four cost: whatever the curve said before, it ends up saying so."""
+    cost = Cost({1: 1.0, 4: 2.0, 8: 1.0, 64: 8.0})
+    for _ in range(1000):
+        cost.observe(4, 1.5)
+        cost.observe(8, 1.5)
+        cost.observe(1, 1.0)
+    assert cost.knots[1] == pytest.approx(1.0, rel=0.15)
+    assert cost.knots[4] == pytest.approx(1.5, rel=0.15)
+    assert cost.knots[8] == pytest.approx(1.5, rel=0.15)
 
 
 @pytest.mark.parametrize("knots", [{}, {0: 1.0}, {1: 0.0}])

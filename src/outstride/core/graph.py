@@ -70,6 +70,11 @@ class TokenGraph:
         )
 
     @cached_property
+    def is_tree(self) -> bool:
+        """Whether each node sees its ancestors and itself, and no other node of the graph."""
+        return self.is_chain or len(np.unique(self.blocks)) == len(self)
+
+    @cached_property
     def is_linear(self) -> bool:
         """Whether no two nodes claim the same position."""
         return len(np.unique(self.positions)) == len(self)

@@ -33,7 +33,7 @@ class Cost:
         if not seconds or min(seconds) < 1 or min(seconds.values()) <= 0:
             raise ValueError("a cost curve needs positive seconds for numbers of nodes from 1 on")
         self._knots = sorted(seconds)
-        self._values = [float(seconds[n]) for n in self._knots]
+        self._values = _rising([float(seconds[n]) for n in self._knots])
         self._frozen = frozen
         self._curve: list[float] = []
 
@@ -52,7 +52,7 @@ class Cost:
                 slope = (values[-1] - values[-2]) / (knots[-1] - knots[-2])
                 beyond = np.maximum(wanted - knots[-1], 0)
                 found = found + beyond * max(float(slope), 0.0)
-            self._curve = np.maximum.accumulate(found).tolist()
+            self._curve = found.tolist()
         return self._curve
 
     def observe(self, nodes: int, seconds: float) -> None:
@@ -67,7 +67,20 @@ class Cost:
         near = min(max((nodes - self._knots[left]) / width, 0.0), 1.0)
         self._values[left] *= ratio ** (self.SLOW * (1.0 - near))
         self._values[right] *= ratio ** (self.SLOW * near)
+        self._values = _rising(self._values)
         self._curve = []
+
+
+def _rising(values: list[float]) -> list[float]:
+    """The nearest values that never fall: neighbours in the wrong order become their mean."""
+    groups: list[tuple[float, int]] = []
+    for value in values:
+        total, count = value, 1
+        while groups and groups[-1][0] / groups[-1][1] > total / count:
+            more, members = groups.pop()
+            total, count = total + more, count + members
+        groups.append((total, count))
+    return [total / count for total, count in groups for _ in range(count)]
 
 
 def measure(model: Model, pool: PagePool, most: int) -> Cost | None:

@@ -6,7 +6,7 @@ import ctypes
 import enum
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -303,15 +303,13 @@ class Cpu(Ops):
     def head(self, wanted: Sequence[Wanted]) -> list[Scores]:
         """Greedy rows never become rows of the vocabulary; others do, a few at a time."""
         results: list[list[Scores]] = [[] for _ in wanted]
-        for way in _Way:
-            lines = [
-                (i, int(node))
-                for i, item in enumerate(wanted)
-                if _way(item) is way
-                for node in item.nodes
-            ]
-            for start in range(0, len(lines), HEAD_ROWS):
-                self._choose(way, wanted, lines[start : start + HEAD_ROWS], results)
+        parts: dict[_Way, list[tuple[int, IntArray]]] = {}
+        for i, item in enumerate(wanted):
+            if len(item.nodes):
+                parts.setdefault(_way(item), []).append((i, item.nodes))
+        for way, listed in parts.items():
+            for portion in _portions(listed, HEAD_ROWS):
+                self._choose(way, wanted, portion, results)
         nothing = np.zeros((0, self._shape.vocab_size), dtype=np.float32)
         return [
             Scores.joined(found or [select(item.proposal, item.nodes, nothing)])
@@ -322,25 +320,26 @@ class Cpu(Ops):
         self,
         way: _Way,
         wanted: Sequence[Wanted],
-        lines: list[tuple[int, int]],
+        portion: list[tuple[int, IntArray]],
         results: list[list[Scores]],
     ) -> None:
         """Scores some rows and files what was found with their owners."""
-        x = np.stack([wanted[i].state[node - wanted[i].first] for i, node in lines])
+        x = np.concatenate([wanted[i].state[nodes - wanted[i].first] for i, nodes in portion])
         greedy = way is _Way.GREEDY
-        most = max(wanted[i].proposal.wants.best for i, _ in lines) if greedy else 1
+        most = max(wanted[i].proposal.wants.best for i, _ in portion) if greedy else 1
         best, logits = self._scored(x, most, rows=not greedy)
         if way is _Way.DRAWN and logits is not None:
-            best = self._drawn([(wanted[i].proposal, node) for i, node in lines], logits)
-        for i in dict.fromkeys(i for i, _ in lines):
-            mine = [n for n, (owner, _) in enumerate(lines) if owner == i]
-            nodes = np.asarray([lines[n][1] for n in mine], dtype=np.int64)
-            part, proposal = slice(mine[0], mine[-1] + 1), wanted[i].proposal
+            asked = [(wanted[i].proposal, n) for i, nodes in portion for n in nodes.tolist()]
+            best = self._drawn(asked, logits)
+        start = 0
+        for i, nodes in portion:
+            rows, proposal = slice(start, start + len(nodes)), wanted[i].proposal
+            start += len(nodes)
             if way is _Way.HOST and logits is not None:
-                rows = logits[part, : self._shape.vocab_size]
-                results[i].append(select(proposal, nodes, rows))
+                found = select(proposal, nodes, logits[rows, : self._shape.vocab_size])
             else:
-                results[i].append(Scores(nodes, best[part, : max(1, proposal.wants.best)]))
+                found = Scores(nodes, best[rows, : max(1, proposal.wants.best)])
+            results[i].append(found)
 
     def _drawn(self, asked: list[tuple[Proposal, int]], logits: FloatArray) -> IntArray:
         """The tokens of each row by the rule of core.sampling, in native code."""
@@ -408,13 +407,20 @@ class Cpu(Ops):
     # --- the cache --------------------------------------------------------------------------------
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
-        shape = self._shape
-        for pool in self._keys:
-            keys = pool.reshape(-1, shape.kv_heads, shape.head_dim, 16)
-            keys[targets // 16, :, :, targets % 16] = keys[sources // 16, :, :, sources % 16]
-        for pool in self._values:
-            values = pool.reshape(-1, shape.kv_heads, shape.head_dim)
-            values[targets] = values[sources]
+        shape, count = self._shape, len(sources)
+        slots = len(self._values[0]) // (shape.kv_heads * shape.head_dim)
+        both = np.concatenate([sources, targets]).astype(np.int64)
+        if len(targets) != count or (count and not (both.min() >= 0 and both.max() < slots)):
+            raise ValueError("a slot outside the cache")
+        room = np.empty((count, 2 * shape.kv_heads * shape.head_dim), dtype=np.uint16)
+        self._lib.outstride_move(
+            self._calls[0],
+            shape.layers,
+            both.ctypes.data,
+            both[count:].ctypes.data,
+            count,
+            room.ctypes.data,
+        )
         if self._planes:
             self._features[targets] = self._features[sources]
 
@@ -425,6 +431,24 @@ class Cpu(Ops):
         before = len(self._extra)
         self._extra = np.concatenate([self._extra, rows.numpy().astype(np.float32)])
         return before
+
+
+def _portions(
+    parts: list[tuple[int, IntArray]], most: int
+) -> Iterator[list[tuple[int, IntArray]]]:
+    """The same parts in portions of at most `most` nodes; a part may be cut."""
+    portion: list[tuple[int, IntArray]] = []
+    room = most
+    for owner, nodes in parts:
+        while len(nodes) > room:
+            if room:
+                portion.append((owner, nodes[:room]))
+            yield portion
+            nodes, portion, room = nodes[room:], [], most
+        portion.append((owner, nodes))
+        room -= len(nodes)
+    if portion:
+        yield portion
 
 
 class _Way(enum.Enum):

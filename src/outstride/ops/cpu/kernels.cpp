@@ -591,6 +591,30 @@ void outstride_layers(void* engine, const Layer* a, int count) {
 void outstride_choose(void* e, const Choose* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.choose, a); }
 void outstride_head(void* e, const Head* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.head, a); }
 
+// Copies entries of all layers between slots, all read before any is written. `room` holds one layer's.
+void outstride_move(const Layer* layers, int count, const int64_t* sources, const int64_t* targets,
+                    int entries, uint16_t* room) {
+  for (int i = 0; i < count; i++) {
+    const Pass* a = layers[i].pass;
+    const int size = a->kv_heads * a->head_dim;
+    for (int write = 0; write < 2; write++) {
+      const int64_t* slots = write ? targets : sources;
+      for (int e = 0; e < entries; e++) {
+        uint16_t* k = layers[i].keys + slots[e] / 16 * 16 * size + slots[e] % 16;
+        uint16_t* v = layers[i].values + slots[e] * size;
+        uint16_t* held = room + (size_t)e * 2 * size;
+        for (int j = 0; j < size; j++) {
+          if (write) {
+            k[j * 16] = held[j], v[j] = held[size + j];
+          } else {
+            held[j] = k[j * 16], held[size + j] = v[j];
+          }
+        }
+      }
+    }
+  }
+}
+
 // Weights of float32, [channels][k], to tiles of bytes with one scale and one zero per channel: from
 // the least to the largest weight, or as far on both sides, whichever is closer (weights that were
 // rounded that way before stay what they are).

@@ -47,6 +47,9 @@ def keys_of(spans: Sequence[Span], page_size: int) -> Keys:
         if in_order and _follows(span, kept):
             mine["count"] = mine["direct"] = span.graph.positions[span.first :] + 1
             continue
+        if in_order and (lead := _branches(span, kept)):
+            _paths(span, kept, lead, mine, tails)
+            continue
         sees = span.graph.sees
         for node in range(span.first, len(span.graph)):
             seen = np.flatnonzero(sees[node])
@@ -73,6 +76,39 @@ def _follows(span: Span, kept: int) -> bool:
         and bool(graph.positions[-1] == kept + len(graph) - 1)
         and bool((np.diff(graph.positions) == 1).all())
     )
+
+
+def _branches(span: Span, kept: int) -> int:
+    """How many leading nodes go on where the cache ends, if all others hang below them one by one.
+
+    0: this graph has another shape.
+    """
+    graph = span.graph
+    parents, positions = graph.parents, graph.positions
+    if not graph.is_tree or positions[0] != kept or parents[0] >= 0:
+        return 0
+    if (parents[1:] < 0).any() or (positions[1:] != positions[parents[1:]] + 1).any():
+        return 0
+    lead = np.flatnonzero(parents != np.arange(-1, len(graph) - 1))
+    return int(lead[0]) if len(lead) else len(graph)
+
+
+def _paths(
+    span: Span, kept: int, lead: int, nodes: npt.NDArray[np.void], tails: list[int]
+) -> None:
+    """Each node sees the cache, leading nodes down to where its branch begins, and its branch."""
+    parents, slots = span.graph.parents.tolist(), span.slots.tolist()
+    direct, counts, starts = [], [], []
+    for node in range(span.first, len(parents)):
+        branch, above = [], node
+        while above >= lead:
+            branch.append(slots[above])
+            above = parents[above]
+        direct.append(kept + above + 1)
+        counts.append(kept + above + 1 + len(branch))
+        starts.append(len(tails))
+        tails += branch[::-1]
+    nodes["direct"], nodes["count"], nodes["tail"] = direct, counts, starts
 
 
 def _direct(span: Span, seen: IntArray, kept: int) -> int:
