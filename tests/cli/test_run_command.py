@@ -138,7 +138,7 @@ def test_logprobs_as_a_table(shell: Shell) -> None:
 def test_unknown_method_is_answered_with_near_ones_and_no_model(shell: Shell) -> None:
     ran = shell("run", "x", "--method", "ngrm", pages=0)
     assert ran.code == 1
-    assert ran.err == "error: unknown method 'ngrm'; did you mean ngram?\n"
+    assert ran.err == "error: unknown method 'ngrm'; did you mean ngram or trigram?\n"
     assert ran.out == ""
 
 

@@ -10,6 +10,7 @@ serves all methods.
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
@@ -228,10 +229,17 @@ def _answer(
 ) -> tuple[Run, list[list[int]]]:
     """One portion by one method: counted and timed."""
     group = portion[0].group
-    noisy = SamplingParams(
-        max_tokens=params.max_tokens, temperature=2.0, seed=params.seed or 0, ignore_eos=True
-    )
-    chosen = noisy if group == INCOMPRESSIBLE else params
+    chosen: SamplingParams | list[SamplingParams] = params
+    if group == INCOMPRESSIBLE:  # noise belongs to positions: with one seed, answers would resemble
+        chosen = [
+            SamplingParams(
+                max_tokens=params.max_tokens,
+                temperature=2.0,
+                seed=zlib.crc32(prompt.id.encode()),
+                ignore_eos=True,
+            )
+            for prompt in portion
+        ]
     texts: list[Any] = [prompt.text for prompt in portion]
     before = dict(llm.engine.ledger.seconds)
     start = clock.now()

@@ -755,6 +755,7 @@ class Idle:
     vision = CAUSAL
     page_size = 16
     fingerprint = "idle"
+    layers = 1
     token = 1
 
     def __init__(self, vocab_size: int, pages: int, context: int) -> None:

@@ -91,8 +91,9 @@ class Successors:
 class Recycle(Drafter):
     """Drafts a tree from a table of each token's latest candidates, rejected passes included.
 
-    Every scored node teaches what may follow its token, those of the prompt's end too. The tree has a fixed shape, wide where the
-    first candidate often fails, and is filled level by level. Tenants (salts) share no table.
+    Every scored node teaches what may follow its token, those at the end of the prompt too. The tree
+    has a fixed shape, wide where the first candidate often fails, and is filled level by level.
+    Tenants (salts) share no table.
 
     Paper: Token Recycling (Luo et al., 2024)
     Exactness: exact

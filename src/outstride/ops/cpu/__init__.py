@@ -433,9 +433,7 @@ class Cpu(Ops):
         return before
 
 
-def _portions(
-    parts: list[tuple[int, IntArray]], most: int
-) -> Iterator[list[tuple[int, IntArray]]]:
+def _portions(parts: list[tuple[int, IntArray]], most: int) -> Iterator[list[tuple[int, IntArray]]]:
     """The same parts in portions of at most `most` nodes; a part may be cut."""
     portion: list[tuple[int, IntArray]] = []
     room = most

@@ -93,9 +93,7 @@ def _branches(span: Span, kept: int) -> int:
     return int(lead[0]) if len(lead) else len(graph)
 
 
-def _paths(
-    span: Span, kept: int, lead: int, nodes: npt.NDArray[np.void], tails: list[int]
-) -> None:
+def _paths(span: Span, kept: int, lead: int, nodes: npt.NDArray[np.void], tails: list[int]) -> None:
     """Each node sees the cache, leading nodes down to where its branch begins, and its branch."""
     parents, slots = span.graph.parents.tolist(), span.slots.tolist()
     direct, counts, starts = [], [], []
