@@ -760,7 +760,7 @@ class Idle:
 
     def __init__(self, vocab_size: int, pages: int, context: int) -> None:
         self.vocab_size, self.pages, self.context = vocab_size, pages, context
-        self._work = bytes(2_000_000)
+        self._work = bytes(8_000_000)  # milliseconds, as many as a pass takes
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="outstride-idle")
         self.passes: list[tuple[int, float, float]] = []
         """How many sequences, beginning and end of each pass."""

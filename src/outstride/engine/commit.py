@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from outstride.cache.pool import Moves
-from outstride.core.contracts import agreeing
+from outstride.core.contracts import Drafter, agreeing
 from outstride.core.graph import NodeId
 from outstride.core.proposal import TARGET, Scores, Verdict
 from outstride.core.sampling import logprobs
@@ -52,13 +52,14 @@ class Commit:
             self._due.append(_Due(turn, verdict, score, emitted))
             self._keep(turn, verdict, moves)
             if not turn.reading:
-                observe = sequence.method.drafter.observe
-                with self._ledger.clock("propose"):
-                    sequence.state = self._roster.guard(
-                        sequence, observe, turn.view, turn.proposal, score, verdict
-                    )
-                if sequence.status is not Status.RUNNING:
-                    continue
+                drafter = sequence.method.drafter
+                if type(drafter).observe is not Drafter.observe:
+                    with self._ledger.clock("propose"):
+                        sequence.state = self._roster.guard(
+                            sequence, drafter.observe, turn.view, turn.proposal, score, verdict
+                        )
+                    if sequence.status is not Status.RUNNING:
+                        continue
             self._fork(turn, verdict)
             if reason is not None:
                 self._roster.end(sequence, reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
+from outstride.core.contracts import Drafter
 from outstride.core.proposal import TARGET, Proposal, Scores
 from outstride.core.sequence import Status
 from outstride.engine.ledger import Ledger
@@ -52,6 +53,8 @@ class Drafting:
         rounds = {}
         for turn in turns:
             drafter = turn.sequence.method.drafter
+            if type(drafter).ahead is Drafter.ahead:
+                continue
             work = self._roster.guard(turn.sequence, drafter.ahead, turn.view, turn.proposal)
             if work is not None:
                 rounds[turn] = work

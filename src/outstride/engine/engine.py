@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from outstride.core.contracts import Demand, Grammar, Method, Model
+from outstride.core.contracts import Demand, Drafter, Grammar, Method, Model
 from outstride.core.graph import NodeId
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET, Scores, Verdict
@@ -25,6 +25,7 @@ from outstride.engine.scheduler import Limits, Scheduler
 from outstride.engine.stopping import Spell
 
 Tell = Callable[[list[Progress]], None]
+NOTHING = Demand()
 
 
 class Engine:
@@ -76,6 +77,10 @@ class Engine:
             self.scheduler.cost.observe(nodes, time.perf_counter() - start)
 
     def _demand(self, sequence: Sequence) -> Demand:
+        if type(sequence.method.drafter).demand is Drafter.demand:
+            return (
+                NOTHING  # the common case, told apart because it happens for everybody at each step
+            )
         view = self.passes.view(sequence, self.scheduler.limits.nodes)
         with self.ledger.clock("propose"):
             return self.roster.guard(sequence, sequence.method.drafter.demand, view) or Demand()
