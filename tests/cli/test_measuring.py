@@ -170,3 +170,27 @@ def test_prove_bad_requests(shell: Shell, arguments: list[str], said: str) -> No
     assert ran.code == 1
     assert said in ran.err
     assert len(ran.err.splitlines()) == 1
+
+
+def test_decode_compares_methods_and_ends_in_json(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("abcabc\nhello hello\n")
+    options = ("--methods", "auto ngram", "--prompts", str(file), "--max-tokens", "6", "--warm")
+    ran = shell("bench", "decode", *options)
+    assert ran.code == 0
+    values = json.loads(ran.last)
+    assert values["kind"] == "decode"
+    assert {line["method"] for line in values["summary"]["lines"]} == {"plain", "auto", "ngram"}
+    assert all(line["equal"] == line["prompts"] for line in values["summary"]["lines"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--limit", "0"), ("--batch", "0"), ("--rounds", "0"), ("--random", "-1"), ("--methods", "x")],
+)
+def test_decode_refuses_nonsense_before_it_loads_a_model(
+    shell: Shell, options: tuple[str, str]
+) -> None:
+    ran = shell("bench", "decode", *options, pages=0)
+    assert ran.code == 1
+    assert ran.err.startswith("error: ")

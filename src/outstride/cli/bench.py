@@ -374,8 +374,13 @@ def run_decode(args: argparse.Namespace, context: Context) -> int:
     from outstride.bench import prompts
     from outstride.bench.decode import decode, incompressible
     from outstride.bench.result import BenchResult
+    from outstride.errors import InvalidParams
 
     params = sampling.params_of(args)
+    if min(args.batch, args.rounds, 1 if args.limit is None else args.limit) < 1:
+        raise InvalidParams("--limit, --batch and --rounds must be at least 1")
+    if args.random < 0:
+        raise InvalidParams("--random must be at least 0")
     methods = args.methods.split()
     for spec in methods:
         check_method(spec)

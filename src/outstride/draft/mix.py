@@ -173,7 +173,7 @@ class Mix(Drafter):
     def _part(name: str) -> Drafter:
         drafter = registry.build(name.strip()).drafter
         if drafter.models or type(drafter).propose is not Drafter.propose:
-            raise ValueError(f"{name!r} cannot be joined: it needs passes of its own")
+            raise ValueError(f"{name!r} cannot be joined: it does more than look up a guess")
         return drafter
 
     # --- what there is to draft ---------------------------------------------------------------------
