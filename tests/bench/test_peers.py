@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from outstride.bench import peers, result
+from outstride.bench import host, peers, result
 from outstride.bench.peers import Bound, LlamaCpp, PeerReport, Row, Sizes
 from outstride.errors import InvalidParams, OutstrideError
 from tests.bench import fake
@@ -240,7 +240,7 @@ def test_bounds() -> None:
 
 def test_host_work_is_what_passes_leave() -> None:
     with fake.make_llm() as llm:
-        rows = peers.host(llm, sequences=(1, 3), steps=30)
+        rows = host.host(llm, sequences=(1, 3), steps=30)
     assert [row.name for row in rows] == [
         "host work per step, 1 sequence",
         "host work per step, 3 sequences",

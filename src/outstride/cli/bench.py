@@ -281,7 +281,7 @@ def _print_step(report: StepReport, result: BenchResult) -> None:
 
 def run_against(args: argparse.Namespace, context: Context) -> int:
     """Measures passes and generation beside llama.cpp."""
-    from outstride.bench import peers
+    from outstride.bench import host, peers
     from outstride.bench.result import BenchResult
 
     path = peers.gguf_of(args.model)
@@ -303,7 +303,7 @@ def run_against(args: argparse.Namespace, context: Context) -> int:
         settings |= {"fingerprint": llm.fingerprint}
         with screen.bar("both sides in turns") as progress:
             report = peers.compare(llm, path, repeat=args.repeat, progress=progress)
-        report.rows += [*started, *peers.host(llm)]
+        report.rows += [*started, *host.host(llm)]
     settings["load average at the end"] = peers.load_average()
     result.finish(report.samples(), report.summary())
     if not args.json:
