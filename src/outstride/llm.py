@@ -55,7 +55,6 @@ class _Collector:
     started: float = field(default_factory=time.perf_counter)
     texts: dict[int, str] = field(default_factory=dict)
     seen: dict[int, int] = field(default_factory=dict)
-    firsts: dict[int, float] = field(default_factory=dict)
     outputs: dict[int, Completion] = field(default_factory=dict)
     leader: Sequence | None = None
     error: Exception | None = None
@@ -72,7 +71,6 @@ class _Collector:
         if sequence.error is not None:
             self.error = sequence.error
         self.texts[index] = self.texts.get(index, "") + event.progress.text
-        self.firsts.setdefault(index, now - self.started)
         trace = None
         if self.trace:
             done = self.seen.get(index, 0)
@@ -84,7 +82,7 @@ class _Collector:
                 sequence,
                 self.texts[index],
                 now - self.started,
-                self.firsts[index],
+                (sequence.spoke or now) - self.started,
                 trace=self.trace,
             )
         return chunk
@@ -188,9 +186,11 @@ class _Base:
         chat: bool,
         trace: bool,
         salt: str,
+        watched: bool,
     ) -> tuple[Ticket, _Collector]:
         tokens = self.encode(prompt, chat=chat)
-        ticket = Ticket(tokens, params or SamplingParams(), self.method(method), sink, salt)
+        params = params or SamplingParams()
+        ticket = Ticket(tokens, params, self.method(method), sink, salt, watched)
         return ticket, _Collector(tokens, trace)
 
     @staticmethod
@@ -259,6 +259,7 @@ class LLM(_Base):
                     chat=_chat,
                     trace=trace,
                     salt=salt,
+                    watched=False,
                 )
                 tickets.append(ticket)
                 self._runner.submit(ticket)
@@ -302,7 +303,7 @@ class LLM(_Base):
         """Answers one prompt (messages: by the chat template) piece by piece, one per pass."""
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         ticket, collector = self._ticket(
-            prompt, params, method, inbox.put, chat=False, trace=trace, salt=salt
+            prompt, params, method, inbox.put, chat=False, trace=trace, salt=salt, watched=True
         )
         self._runner.submit(ticket)
         done = False
@@ -377,7 +378,10 @@ class AsyncLLM(_Base):
         salt: str = "",
     ) -> AsyncIterator[Chunk]:
         """Answers one prompt (messages: by the chat template) piece by piece, one per pass."""
-        async for collector, chunk in self._events(prompt, params, method, False, trace, salt):
+        events = self._events(
+            prompt, params, method, chat=False, trace=trace, salt=salt, watched=True
+        )
+        async for collector, chunk in events:
             if collector.error is not None:
                 raise collector.error
             if chunk is not None and (chunk.text or chunk.token_ids or chunk.completion):
@@ -395,7 +399,10 @@ class AsyncLLM(_Base):
     ) -> Result:
         result = Result([])
         try:
-            async for collector, _ in self._events(prompt, params, method, chat, trace, salt):
+            events = self._events(
+                prompt, params, method, chat=chat, trace=trace, salt=salt, watched=False
+            )
+            async for collector, _ in events:
                 result = collector.result()
         except OutstrideError as error:
             return Result([], error=error)
@@ -406,9 +413,11 @@ class AsyncLLM(_Base):
         prompt: Prompt,
         params: SamplingParams | None,
         method: str | Method,
+        *,
         chat: bool,
         trace: bool,
         salt: str,
+        watched: bool,
     ) -> AsyncIterator[tuple[_Collector, Chunk | None]]:
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[Event] = asyncio.Queue()
@@ -417,7 +426,7 @@ class AsyncLLM(_Base):
             loop.call_soon_threadsafe(inbox.put_nowait, event)
 
         ticket, collector = self._ticket(
-            prompt, params, method, sink, chat=chat, trace=trace, salt=salt
+            prompt, params, method, sink, chat=chat, trace=trace, salt=salt, watched=watched
         )
         self._runner.submit(ticket)
         done = False

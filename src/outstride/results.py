@@ -93,7 +93,8 @@ class Completion:
     method: str = "plain"
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"stats": self.stats.to_dict()}
+        trace = None if self.trace is None else [row._asdict() for row in self.trace]
+        return asdict(self) | {"stats": self.stats.to_dict(), "trace": trace}
 
 
 @dataclass(slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from outstride.core.contracts import Acceptor
 from outstride.core.graph import NodeId, Position, TokenId
 from outstride.core.proposal import Proposal, Scores, Verdict
@@ -19,7 +21,7 @@ class Match(Acceptor):
 
     def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
         graph, node = proposal.graph, proposal.root
-        keep = [NodeId(i) for i in range(proposal.given)]
+        keep = cast("list[NodeId]", list(range(proposal.given)))
         settled: dict[Position, TokenId] = {}
         while True:
             token = scores.token(node)

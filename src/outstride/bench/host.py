@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, cast
@@ -21,6 +19,7 @@ from outstride.core.graph import FloatArray, IntArray
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import Scores
 from outstride.core.sequence import Table
+from outstride.models.decoder import Pass
 
 if TYPE_CHECKING:
     from outstride.llm import LLM
@@ -28,13 +27,14 @@ if TYPE_CHECKING:
 
 
 class Idle:
-    """A model whose passes compute, on a thread of their own, what nobody needs.
+    """A model whose passes compute what nobody needs.
 
     It stands where a model stands, with everything real around it. What passes between the end of
     one pass and the beginning of the next is the host's work that no pass hides.
     """
 
     vision = CAUSAL
+    masking = None
     page_size = 16
     fingerprint = "idle"
     layers = 1
@@ -43,21 +43,21 @@ class Idle:
     def __init__(self, vocab_size: int, pages: int, context: int) -> None:
         self.vocab_size, self.pages, self.context = vocab_size, pages, context
         self._work = bytes(8_000_000)  # milliseconds, as many as a pass takes
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="outstride-idle")
+        self._best = np.full((4096, 1), self.token, dtype=np.int64)
         self.passes: list[tuple[int, float, float]] = []
         """How many sequences, beginning and end of each pass."""
 
-    def forward(self, work: Sequence[Work]) -> _Idling:
-        return _Idling(self._worker.submit(self._forward, list(work)))
+    def forward(self, work: Sequence[Work]) -> Pass:
+        return Pass(partial(self._forward, list(work)))
 
     def _forward(self, work: list[Work]) -> list[Scores]:
         begin = clock.now()
+        hashlib.sha256(self._work).digest()  # the interpreter is free meanwhile, as in a real pass
+        self.passes.append((len(work), begin, clock.now()))
         found = []
         for item in work:
             nodes = item.proposal.wanted
-            found.append(Scores(nodes, np.full((len(nodes), 1), self.token, dtype=np.int64)))
-        hashlib.sha256(self._work).digest()  # the interpreter is free meanwhile, as in a real pass
-        self.passes.append((len(work), begin, clock.now()))
+            found.append(Scores(nodes, self._best[: len(nodes)]))
         return found
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
@@ -66,9 +66,6 @@ class Idle:
     def feature(self, table: Table, position: int) -> FloatArray:
         raise NotImplementedError
 
-    def close(self) -> None:
-        self._worker.shutdown()
-
     def between(self, sequences: int) -> list[float]:
         """Seconds between passes over so many sequences."""
         return [
@@ -76,14 +73,6 @@ class Idle:
             for (before, _, end), (now, begin, _) in itertools.pairwise(self.passes)
             if before == now == sequences
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Idling:
-    future: Future[list[Scores]]
-
-    def wait(self) -> list[Scores]:
-        return self.future.result()
 
 
 def host(llm: LLM, *, sequences: Sequence[int] = (1, 64), steps: int = 200) -> list[Row]:
@@ -97,7 +86,7 @@ def host(llm: LLM, *, sequences: Sequence[int] = (1, 64), steps: int = 200) -> l
         pages = count * (steps // 16 + 8)
         idle = Idle(llm.model.vocab_size, pages, 4096)
         loaded = Loaded(cast("Decoder", idle), llm.tokenizer, "idle", 4096, Path())
-        with closing(idle), surface.LLM(loaded, max_sequences=count) as fresh:
+        with surface.LLM(loaded, max_sequences=count) as fresh:
             prompts = [[2, 3, 4, 5 + i % 20] for i in range(count)]
             params = SamplingParams(max_tokens=steps, ignore_eos=True)
             for result in fresh.generate(prompts, params):

@@ -38,6 +38,10 @@ class Moves:
         return np.asarray(self.sources, dtype=np.int64), np.asarray(self.targets, dtype=np.int64)
 
 
+STAY = Moves()
+"""Nothing to copy. Shared: nobody adds to it."""
+
+
 class PagePool:
     """The pages of one model."""
 
@@ -117,7 +121,7 @@ class PagePool:
         last = used // size
         fits = used + nodes <= size * len(pages) and last == len(pages) - 1
         if fits and self._refs[pages[last]] == 1:  # most often: the last page has room
-            return Moves()
+            return STAY
         need = self.pages_for(used + nodes) - len(pages)
         copies = [i for i in range(last, len(table.pages)) if self._refs[table.pages[i]] > 1]
         if max(need, 0) + len(copies) > self.available:
@@ -160,10 +164,12 @@ class PagePool:
         if not table.stale and not reuse and (not kept or keep[-1] == kept - 1):
             # The leading nodes, in order: they are where they belong.
             places = positions[:kept].tolist()
-            table.ordered = table.ordered and (not kept or places == list(range(old, old + kept)))
+            if kept and table.ordered:
+                table.ordered = places[0] == old and places == list(range(old, old + kept))
             table.positions += places
-            self._trim(table)
-            return Moves()
+            if (len(table.pages) - 1) * size >= old + kept:
+                self._trim(table)
+            return STAY
         fresh = table.fresh
         covered = {int(positions[i]) for i in (*keep, *reuse)}
         stale = [i for i in range(fresh, old) if table.positions[i] not in covered]
@@ -199,7 +205,7 @@ class PagePool:
         A page whose twin is in the tree already is given back for the twin, so whoever holds a page
         of the tree holds all pages above it.
         """
-        full = min(table.fresh, len(tokens)) // self.page_size
+        full = min(len(table.positions) - table.stale, len(tokens)) // self.page_size
         if full <= table.shared or not table.ordered:
             return
         for i, page in enumerate(self._tree.insert(tokens, table.pages[:full], salt)):

@@ -149,10 +149,14 @@ class Work:
 
 
 class Pending(Protocol):
-    """A pass under way."""
+    """A pass under way, or ready to go."""
+
+    def start(self) -> None:
+        """Begins it elsewhere, because somebody has work to do meanwhile."""
+        ...
 
     def wait(self) -> list[Scores]:
-        """Blocks until the scores are there, one per piece of work."""
+        """The scores, one per piece of work. A pass that was not started runs here and now."""
         ...
 
 
@@ -161,6 +165,9 @@ class Done:
     """A pass that is over."""
 
     scores: list[Scores] = field(default_factory=list)
+
+    def start(self) -> None:
+        """It is over."""
 
     def wait(self) -> list[Scores]:
         return self.scores

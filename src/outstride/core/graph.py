@@ -175,11 +175,20 @@ class TokenGraph:
         )
 
 
-_MANY = 1024
+_MANY = 4096
 _NUMBERS = np.arange(-1, _MANY)
 _NUMBERS.flags.writeable = False
 _NO = np.zeros(_MANY, dtype=np.bool_)
 _NO.flags.writeable = False
+_PURE: Mapping[int, Mixture] = {}
+_LONE = {
+    "parents": _NUMBERS[:1],
+    "blocks": _NUMBERS[1:2],
+    "probes": _NO[:1],
+    "mixtures": _PURE,
+    "is_chain": True,
+}
+"""What all chains of one node share."""
 
 
 def _ints(values: Sequence[int] | IntArray) -> IntArray:
@@ -198,15 +207,27 @@ def chain(
     Positions out of order are allowed: a chain sees by order of nodes, not of positions.
     """
     n = len(tokens)
-    small = n < _MANY  # most chains are short, and what is the same in all of them is shared
-    graph = TokenGraph(
-        tokens=_ints(tokens),
-        positions=np.arange(start, start + n) if positions is None else _ints(positions),
-        parents=_NUMBERS[:n] if small else np.arange(-1, n - 1),
-        blocks=_NUMBERS[1 : n + 1] if small else np.arange(n),
-        probes=_NO[:n] if small and not probe else np.full(n, probe),
-    )
-    graph.__dict__["is_chain"] = True
+    if positions is not None:
+        places = _ints(positions)
+    elif start + n < _MANY:  # what is the same in many chains is shared
+        places = _NUMBERS[start + 1 : start + n + 1]
+    else:
+        places = np.arange(start, start + n)
+    graph = TokenGraph.__new__(
+        TokenGraph
+    )  # without the checks of a frozen class: made at each step
+    fields = graph.__dict__
+    if n == 1 and not probe:
+        fields.update(_LONE)
+    else:
+        small = n < _MANY
+        fields["parents"] = _NUMBERS[:n] if small else np.arange(-1, n - 1)
+        fields["blocks"] = _NUMBERS[1 : n + 1] if small else np.arange(n)
+        fields["probes"] = _NO[:n] if small and not probe else np.full(n, probe)
+        fields["mixtures"] = _PURE
+        fields["is_chain"] = True
+    fields["tokens"] = np.array(tokens, dtype=np.int64)
+    fields["positions"] = places
     return graph
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from outstride.core.graph import TokenGraph, chain, tree
-from outstride.core.proposal import Proposal, Wants
+from outstride.core.proposal import USUAL, Proposal, Wants
 
 if TYPE_CHECKING:
     from outstride.core.sequence import View
@@ -66,7 +66,7 @@ class Guess:
         """The settled tokens and the guess behind them, for the target."""
         given = view.given()
         graph = given.grow(self.graph(view.end)) if self.tokens else given
-        return Proposal(graph, len(given), wants=wants or Wants())
+        return Proposal(graph, len(given), wants=wants or USUAL)
 
 
 class Odds:

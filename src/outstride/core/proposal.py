@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,13 @@ from outstride.core.sampling import GREEDY, Draw, Rules
 
 TARGET = "target"
 """The name of the model whose text is wanted."""
+
+_NONE: Mapping[Any, Any] = MappingProxyType({})
+
+
+def _none() -> Mapping[Any, Any]:
+    """Most mappings here are empty, and many are made at each step: they are one and the same."""
+    return _NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +48,14 @@ class Wants:
     given: bool = False
     best: int = 1
     logprobs: int | None = None
-    of: Mapping[int, int] = field(default_factory=dict)
+    of: Mapping[int, int] = field(default_factory=_none)
     rows: bool = False
     logits: bool = False
     hidden: tuple[int, ...] = ()
+
+
+USUAL = Wants()
+"""The token of each node from the last given one on."""
 
 
 @dataclass(slots=True)
@@ -64,11 +77,11 @@ class Proposal:
     offset: int = 1
     layers: tuple[int, int] | None = None
     hidden: FloatArray | None = None
-    drafted: Mapping[int, FloatArray] = field(default_factory=dict)
-    wants: Wants = Wants()
-    rules: Mapping[int, Rules] = field(default_factory=dict)
+    drafted: Mapping[int, FloatArray] = field(default_factory=_none)
+    wants: Wants = USUAL
+    rules: Mapping[int, Rules] = field(default_factory=_none)
     draw: Draw = GREEDY
-    labels: Mapping[int, str] = field(default_factory=dict)
+    labels: Mapping[int, str] = field(default_factory=_none)
 
     @property
     def root(self) -> NodeId:
@@ -97,7 +110,7 @@ class Scores:
     logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     rows: FloatArray | None = None
     logits: FloatArray | None = None
-    hidden: Mapping[int, FloatArray] = field(default_factory=dict)
+    hidden: Mapping[int, FloatArray] = field(default_factory=_none)
     """By layer, one row per node of the graph that this pass computed."""
 
     @classmethod
@@ -120,8 +133,9 @@ class Scores:
     def row(self, node: NodeId) -> int:
         """The line of the tables that belongs to a node."""
         nodes = self.nodes
-        found = node - int(nodes[0]) if len(nodes) else 0  # most often they are consecutive
-        if not (0 <= found < len(nodes) and nodes[found] == node):
+        size = len(nodes)
+        found = node - nodes.item(0) if size else 0  # most often they are consecutive
+        if not (0 <= found < size and nodes.item(found) == node):
             found = int(np.searchsorted(nodes, node))
             if found == len(nodes) or nodes[found] != node:
                 raise KeyError(f"node {node} was not wanted")
@@ -129,7 +143,7 @@ class Scores:
 
     def token(self, node: NodeId) -> TokenId:
         """The token that the model puts behind (or at) a node: argmax or seeded sample."""
-        return TokenId(int(self.best[self.row(node), 0]))
+        return TokenId(self.best.item(self.row(node), 0))
 
     def rivals(self, node: NodeId) -> list[TokenId]:
         """The node's token and its closest rivals, best first."""
@@ -142,7 +156,7 @@ class Scores:
         return np.asarray(self.rows[self.row(node)], dtype=np.float32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """What an acceptor decided: separate facts, because they happen at separate times.
 
@@ -150,9 +164,11 @@ class Verdict:
     keep: nodes whose cache entries are valid for good, in the order in which to keep them.
     reuse: nodes whose cache entries are stale but used again on purpose (lossy methods only).
     forks: node -> how many further sequences go on from there.
+    nodes: the node whose scores settled a position, where positions are not settled in order.
+    note: what the acceptor wants to be told again; the drafter's state, unless it has one.
     """
 
     settled: Mapping[Position, TokenId] = field(default_factory=dict)
     keep: tuple[NodeId, ...] = ()
     reuse: tuple[NodeId, ...] = ()
-    forks: Mapping[NodeId, int] = field(default_factory=dict)
+    forks: Mapping[NodeId, int] = field(default_factory=_none)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outstride.core.graph import FloatArray, Position, TokenGraph, TokenId, block, chain, empty
 from outstride.core.params import SamplingParams
@@ -92,8 +92,7 @@ class Counts:
     """Accepted tokens by drafter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Provenance:
+class Provenance(NamedTuple):
     """Where a token came from."""
 
     token: int
@@ -139,6 +138,10 @@ class Sequence:
     """Siblings that fork off as soon as the prompt is cached."""
     view: View | None = None
     """What its method sees, made once."""
+    watched: bool = True
+    """Whether somebody wants to hear of each pass, not only of the end."""
+    spoke: float = 0.0
+    """When its first token was entered in the ledger."""
 
     @property
     def output(self) -> list[int]:

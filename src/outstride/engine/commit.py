@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from outstride.cache.pool import Moves
 from outstride.core.contracts import Drafter, agreeing
@@ -16,8 +16,7 @@ from outstride.engine.passes import Passes, Turn
 from outstride.engine.roster import Roster
 
 
-@dataclass(frozen=True, slots=True)
-class _Due:
+class _Due(NamedTuple):
     """What a pass did for a sequence, to be entered and reported while the next one runs."""
 
     turn: Turn
@@ -89,12 +88,13 @@ class Commit:
         for name, ran in turn.ran.items():
             table, pool = sequence.tables[name], self._passes.pools[name]
             if name == TARGET:
-                # A stop rule may have cut the accepted run: what lies beyond is nobody's.
-                end, canvas, positions = len(sequence.tokens), sequence.canvas, ran.graph.positions
-                keep = [n for n in verdict.keep if positions[n] < end or positions[n] in canvas]
-                reuse = verdict.reuse
+                keep, reuse = verdict.keep, verdict.reuse
+                if len(keep) > ran.given:
+                    # A stop rule may have cut the accepted run: what lies beyond is nobody's.
+                    end, canvas, places = len(sequence.tokens), sequence.canvas, ran.graph.positions
+                    keep = tuple(n for n in keep if places[n] < end or places[n] in canvas)
             else:
-                keep = [NodeId(n) for n in agreeing(ran.graph, ran.given, sequence.tokens)]
+                keep = tuple(map(NodeId, agreeing(ran.graph, ran.given, sequence.tokens)))
                 reuse = ()
             if needed := pool.commit(table, ran.graph.positions, keep, reuse):
                 moves.setdefault(name, Moves()).add(needed)
@@ -117,7 +117,8 @@ class Commit:
         news: dict[Sequence, list[int]] = {}
         for item in due:
             sequence = item.turn.sequence
-            self._note_logprobs(item)
+            if item.scores.logprobs:
+                self._note_logprobs(item)
             self._ledger.count(
                 sequence,
                 item.turn.proposal,
@@ -125,7 +126,7 @@ class Commit:
                 item.emitted,
                 item.turn.share.gain,
             )
-            if item.emitted:
+            if item.emitted and sequence.watched:
                 news[sequence] = item.emitted
         for sequence in self._roster.leaving():
             news.setdefault(sequence, [])
@@ -139,8 +140,6 @@ class Commit:
     def _note_logprobs(self, item: _Due) -> None:
         """Files the log-probabilities of prompt tokens and of what was emitted."""
         scores, verdict = item.scores, item.verdict
-        if not scores.logprobs:
-            return
         sequence, proposal = item.turn.sequence, item.turn.proposal
         params, start = sequence.params, len(sequence.tokens) - len(item.emitted)
         trusted = set(verdict.keep) if proposal.offset else set(scores.nodes.tolist())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from outstride.core.contracts import Drafter
-from outstride.core.proposal import TARGET, Proposal, Scores
+from outstride.core.contracts import Drafter, Pending
+from outstride.core.proposal import TARGET, USUAL, Proposal, Scores
 from outstride.core.sequence import Status
 from outstride.engine.ledger import Ledger
 from outstride.engine.passes import Passes, Turn
@@ -18,7 +18,8 @@ from outstride.errors import MethodFailed
 def _undrafted(turn: Turn) -> Proposal:
     """The settled tokens alone."""
     given = turn.view.given()
-    return Proposal(given, len(given))
+    wants = turn.sequence.method.drafter.wants or USUAL
+    return Proposal(given, len(given.tokens), wants=wants)
 
 
 class Drafting:
@@ -32,15 +33,24 @@ class Drafting:
 
     def propose(self, plan: Plan) -> list[Turn]:
         """A proposal for the target from everybody who has a share."""
-        turns, rounds = [], {}
+        turns: list[Turn] = []
+        rounds, found = {}, {}
         for share in plan.shares:
-            view = self._passes.view(share.sequence, self._chunk, share.given)
-            turn = Turn(share, view, reading=share.given < share.pending)
+            sequence = share.sequence
+            view = self._passes.view(sequence, self._chunk, share.given)
+            turn = Turn(share, sequence, view, reading=share.given < share.pending)
             turns.append(turn)
-            rounds[turn] = share.sequence.method.drafter.propose(view, share.room)
-        for turn, proposal in self._rounds(rounds, _undrafted).items():
-            least, most = turn.share.given, turn.share.given + turn.share.room
-            if not (proposal.model == TARGET and least <= len(proposal.graph) <= most):
+            drafter = sequence.method.drafter
+            if share.room == 0 and type(drafter).propose is Drafter.propose:
+                found[turn] = _undrafted(turn)  # nothing to draft, no rounds
+            else:
+                rounds[turn] = drafter.propose(view, share.room)
+        if rounds:
+            found.update(self._rounds(rounds, _undrafted))
+        for turn, proposal in found.items():
+            least, size = turn.share.given, len(proposal.graph.tokens)
+            most = least + turn.share.room
+            if not (proposal.model == TARGET and least <= size <= most):
                 self._roster.fail(turn.sequence, MethodFailed("a proposal larger than its share"))
             elif prepared := self._roster.guard(
                 turn.sequence, self._passes.prepare, turn, proposal
@@ -48,16 +58,19 @@ class Drafting:
                 turn.proposal = prepared
         return [turn for turn in turns if turn.sequence.status is Status.RUNNING]
 
-    def ahead(self, turns: list[Turn]) -> None:
+    def ahead(self, turns: list[Turn], target: Pending) -> None:
         """What drafters do while the target works; it becomes their state."""
         rounds = {}
         for turn in turns:
             drafter = turn.sequence.method.drafter
             if type(drafter).ahead is Drafter.ahead:
-                continue
+                continue  # told apart because it happens for everybody at each step
             work = self._roster.guard(turn.sequence, drafter.ahead, turn.view, turn.proposal)
             if work is not None:
                 rounds[turn] = work
+        if not rounds:
+            return
+        target.start()
         for turn, state in self._rounds(rounds, lambda turn: turn.sequence.state).items():
             turn.sequence.state = state
 

@@ -52,7 +52,7 @@ class Engine:
     def step(self, tell: Tell = lambda news: None) -> None:
         """One pass of the target over everybody's proposals.
 
-        What the pass before it did is told while this one runs.
+        What the pass before it did is told while this one runs, if it runs elsewhere.
         """
         start, clock = time.perf_counter(), self.ledger.clock
         with clock("plan"):
@@ -65,7 +65,7 @@ class Engine:
         with clock("commit"):
             tell(self.commit.accounts())
         with clock("propose"):
-            self.drafting.ahead(turns)
+            self.drafting.ahead(turns, pending)
         with clock("forward"):
             scores = dict(zip(turns, pending.wait(), strict=True))
         with clock("accept"):
@@ -112,9 +112,13 @@ class Engine:
         *,
         salt: str = "",
         grammar: Grammar | None = None,
+        watched: bool = True,
     ) -> Sequence:
-        """Takes a request in; its n samples fork off once the prompt is read."""
-        return self.roster.submit(tokens, params, method, salt, grammar)
+        """Takes a request in; its n samples fork off once the prompt is read.
+
+        Of one that nobody watches, only the end is told.
+        """
+        return self.roster.submit(tokens, params, method, salt, grammar, watched)
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence at once; what it said so far stays."""

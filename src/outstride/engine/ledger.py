@@ -71,35 +71,44 @@ class Ledger:
         expected: float = 0.0,
     ) -> None:
         """Enters what one pass did for one sequence, and where its tokens came from."""
-        nodes = len(proposal.graph)
-        drafted = nodes - proposal.given
-        sequence.counts.nodes += nodes
+        nodes, own, total = len(proposal.graph), sequence.counts, self.total
+        drafted, new = nodes - proposal.given, len(emitted)
+        if new and not own.emitted:
+            sequence.spoke = time.perf_counter()
+        own.nodes += nodes
+        own.emitted += new
+        total.emitted += new
+        if new:
+            own.passes += 1
+            total.passes += 1
+        else:
+            own.prompt_passes += 1
+            total.prompt_passes += 1
+        step = own.passes + own.prompt_passes
+        if not drafted:
+            for token in emitted:
+                sequence.trace.append(Provenance(token, step, sequence.method.name, "plain"))
+            return
         # A kept draft counts as accepted only if its token was emitted, not cut by a stop rule.
-        start = len(sequence.tokens) - len(emitted)
-        sources = {}
-        if drafted:
-            sources = {
-                int(proposal.graph.positions[node]): proposal.labels.get(node, sequence.method.name)
-                for node in verdict.keep
-                if node >= proposal.given
-            }
+        start = len(sequence.tokens) - new
+        sources = {
+            int(proposal.graph.positions[node]): proposal.labels.get(node, sequence.method.name)
+            for node in verdict.keep
+            if node >= proposal.given
+        }
         accepted = sum(start <= position < len(sequence.tokens) for position in sources)
-        for counts in (sequence.counts, self.total):
-            counts.passes += bool(emitted)
-            counts.prompt_passes += not emitted
+        for counts in (own, total):
             counts.proposed += drafted
             counts.accepted += accepted
-            counts.emitted += len(emitted)
-            counts.drafts += bool(drafted)
+            counts.drafts += 1
             counts.expected += expected
-        step = sequence.counts.passes + sequence.counts.prompt_passes
         for position, token in enumerate(emitted, start=start):
             if position in sources:
                 kind, source = "drafted", sources[position]
-                for counts in (sequence.counts, self.total):
+                for counts in (own, total):
                     counts.sources[source] = counts.sources.get(source, 0) + 1
             else:
-                kind, source = ("bonus" if drafted else "plain"), sequence.method.name
+                kind, source = "bonus", sequence.method.name
             sequence.trace.append(Provenance(token, step, source, kind))
 
     def record(self, proposals: Iterable[Proposal]) -> int:

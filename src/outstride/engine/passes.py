@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from outstride.cache.pool import Moves, PagePool
 from outstride.core.contracts import Done, Exactness, Model, Pending, Vision, Work
-from outstride.core.graph import FloatArray, TokenGraph
+from outstride.core.graph import FloatArray
 from outstride.core.proposal import TARGET, Proposal, Wants
 from outstride.core.sequence import Sequence, Table, View
 from outstride.engine.rules import attach
@@ -15,30 +15,19 @@ from outstride.engine.scheduler import Share
 from outstride.errors import MethodFailed
 
 
-@dataclass(slots=True)
-class Ran:
-    """What a model computed for a sequence in this step so far."""
-
-    graph: TokenGraph
-    given: int
-    layers: tuple[int, int] | None
-
-
 @dataclass(eq=False, slots=True)
 class Turn:
     """One sequence's part in one step."""
 
     share: Share
+    sequence: Sequence
     view: View
     reading: bool
     """Whether this share of the pass does not reach the end of what is settled."""
     proposal: Proposal = field(init=False)
     """What the target scores: there once drafting is done."""
-    ran: dict[str, Ran] = field(default_factory=dict)
-
-    @property
-    def sequence(self) -> Sequence:
-        return self.share.sequence
+    ran: dict[str, Proposal] = field(default_factory=dict)
+    """What each model scored last in this step."""
 
 
 class Passes:
@@ -61,9 +50,10 @@ class Passes:
 
     def view(self, sequence: Sequence, chunk: int, allotted: int = 0) -> View:
         """What a method may know of its sequence in this step."""
-        for name in sequence.method.drafter.models:
-            if name not in sequence.tables and sequence.tables:
-                sequence.tables[name] = self.pools[name].open(sequence.tokens, sequence.salt)
+        if models := sequence.method.drafter.models:
+            for name in models:
+                if name not in sequence.tables and sequence.tables:
+                    sequence.tables[name] = self.pools[name].open(sequence.tokens, sequence.salt)
         view = sequence.view
         if view is None:
             layers = self.models[TARGET].layers
@@ -126,8 +116,8 @@ class Passes:
             table, first = turn.sequence.tables[name], 0
             if (ran := turn.ran.get(name)) is not None and ran.layers == proposal.layers:
                 first = len(ran.graph)
-            turn.ran[name] = Ran(proposal.graph, proposal.given, proposal.layers)
-            work.append(Work(proposal, table, pool.slots(table, len(proposal.graph)), first))
+            turn.ran[name] = proposal
+            work.append(Work(proposal, table, pool.slots(table, len(proposal.graph.tokens)), first))
         return self.models[name].forward(work) if work else Done()
 
     def move(self, name: str, moves: Moves) -> None:

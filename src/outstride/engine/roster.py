@@ -57,6 +57,7 @@ class Roster:
         method: Method,
         salt: str,
         grammar: Grammar | None,
+        watched: bool = True,
     ) -> Sequence:
         """Takes a request in, or says why it cannot be served."""
         model, pool = self._passes.models[TARGET], self._passes.pools[TARGET]
@@ -105,6 +106,7 @@ class Roster:
             salt=salt,
             grammar=grammar,
             unborn=params.n - 1,
+            watched=watched,
         )
         sequence.group.append(sequence)
         self._equip(sequence)
@@ -128,6 +130,7 @@ class Roster:
                 grammar=parent.grammar,
                 group=parent.group,
                 prompt_logprobs=parent.prompt_logprobs,
+                watched=parent.watched,
             )
             parent.group.append(child)
             stopper = self._equip(child)

@@ -36,6 +36,8 @@ class Ticket:
     method: Method
     sink: Sink
     salt: str = ""
+    watched: bool = True
+    """Whether its owner wants to hear of each pass, not only of the end."""
     sequences: list[Sequence] = field(default_factory=list)
     finished: int = 0
 
@@ -117,7 +119,11 @@ class Runner:
     def _start(self, ticket: Ticket) -> None:
         try:
             sequence = self.engine.submit(
-                ticket.tokens, ticket.params, ticket.method, salt=ticket.salt
+                ticket.tokens,
+                ticket.params,
+                ticket.method,
+                salt=ticket.salt,
+                watched=ticket.watched,
             )
         except Exception as error:
             ticket.sink(Event(error=error, done=True))

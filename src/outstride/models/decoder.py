@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -52,11 +53,21 @@ class _Part:
         return nodes[nodes >= self.work.first]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pass:
-    """A pass under way: on the model's own thread, or launched and running elsewhere."""
+    """A pass: launched and running elsewhere, or run by whoever waits for it.
+
+    On a processor a pass uses all cores, and handing it to a thread and back takes longer than most
+    of what could be done meanwhile. It is handed over when a drafter works in the same step.
+    """
 
     result: Callable[[], list[Scores]]
+    worker: Executor | None = None
+    """The model's own thread, where that is of use."""
+
+    def start(self) -> None:
+        if self.worker is not None:
+            self.result, self.worker = self.worker.submit(self.result).result, None
 
     def wait(self) -> list[Scores]:
         return self.result()
@@ -167,15 +178,12 @@ class Decoder:
         """One pass over all graphs."""
         if self.ops.remote:
             return Pass(self._launch(list(work)))
-        return Pass(self._worker.submit(self._forward, list(work)).result)
+        return Pass(partial(self._forward, list(work)), self._worker)
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
         """Copies cache entries between slots, all read before any is written."""
         if len(sources):
-            if self.ops.remote:
-                self._move(sources, targets)
-            else:
-                self._worker.submit(self._move, sources, targets).result()
+            self._move(sources, targets)
 
     def feature(self, table: Table, position: int) -> FloatArray:
         """The stored states at a kept position, one layer behind the other."""
