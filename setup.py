@@ -10,7 +10,11 @@ setup(
         Extension(
             "outstride.ops.cpu._kernels",
             sources=["src/outstride/ops/cpu/kernels.cpp"],
-            depends=["src/outstride/ops/cpu/kernels.inc"],
+            depends=[
+                "src/outstride/ops/cpu/kernels.inc",
+                "src/outstride/ops/cpu/kernels.attention.inc",
+                "src/outstride/ops/cpu/kernels.groups.inc",
+            ],
             extra_compile_args=[
                 "-O3",
                 "-std=c++17",

@@ -39,6 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "five in a group": {"heads": 10, "kv_heads": 2},
     "seven in a group": {"heads": 7, "kv_heads": 1},
     "whole tiles": {"hidden_size": 64, "intermediate_size": 128, "head_dim": 64, "heads": 4},
+    "three in a group": {"heads": 6, "kv_heads": 2, "head_dim": 64, "windows": (40, None)},
+    "five and long": {"heads": 5, "kv_heads": 1, "head_dim": 64},
     "long heads": {"hidden_size": 128, "intermediate_size": 192, "head_dim": 128, "heads": 4},
 }
 

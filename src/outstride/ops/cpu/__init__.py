@@ -1,4 +1,4 @@
-"""Passes on CPUs in native code: int8 weights, 12-bit activations, attention over fp16 pages."""
+"""Passes on CPUs in native code: int8 or int4 weights, 12-bit activations, fp16 pages."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from outstride.core.proposal import Proposal, Scores
 from outstride.core.select import select
 from outstride.ops.contract import Model, Ops, Shape, Span, Wanted
 from outstride.ops.cpu import native
+from outstride.ops.cpu.groups import GROUP, SPREAD
 from outstride.ops.cpu.keys import Keys, keys_of
 from outstride.ops.cpu.packed import rounded
 from outstride.ops.cpu.weights import Weights, widths
@@ -104,7 +105,7 @@ def _address(array: npt.NDArray[np.generic] | None) -> int | None:
 
 
 class Cpu(Ops):
-    """Weights in int8, cache in fp16."""
+    """Weights in int8, those of layers perhaps in int4; cache in fp16."""
 
     def __init__(
         self,
@@ -137,15 +138,18 @@ class Cpu(Ops):
             (slots if features else 0, len(features) * shape.hidden_size), dtype=np.float32
         )
         self._engine: int | None = None
-        self.name = f"cpu {native.ISAS[self._isa]} int8 x 12 bit, cache fp16"
+        stored = "int8" if weights.bits == 8 else "int4 (head int8)"
+        self.name = f"cpu {native.ISAS[self._isa]} {stored} x 12 bit, cache fp16"
         self._open(256)
 
     @classmethod
-    def of(cls, model: Model, isa: int | None = None, count: int | None = None) -> Cpu:
+    def of(
+        cls, model: Model, isa: int | None = None, count: int | None = None, bits: int = 8
+    ) -> Cpu:
         """From float32 weights, which are packed and dropped one by one."""
         return cls(
             model.shape,
-            Weights.pack(model),
+            Weights.pack(model, bits),
             slots=model.slots,
             page_size=model.page_size,
             features=model.features,
@@ -172,8 +176,8 @@ class Cpu(Ops):
         if self._engine is not None:
             self._lib.outstride_close(self._engine)
         shape = self._shape
-        depth = max(self.width, self._middle, self._heads_width)
-        scratch = max(self.width, 24 * shape.head_dim)
+        depth = rounded(max(self.width, self._middle, self._heads_width), GROUP)
+        scratch = max(self.width, 36 * shape.head_dim, SPREAD * (depth + GROUP))
         self._engine = self._lib.outstride_open(self._threads, self._isa, rows, depth, scratch)
         if not self._engine:
             raise MemoryError("the native kernels could not be started")

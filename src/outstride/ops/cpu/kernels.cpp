@@ -1,4 +1,5 @@
-// Passes on CPUs: integer products of 8-bit weights with 12-bit activations, attention over pages.
+// Passes on CPUs: integer products of 8- or 4-bit weights with 12-bit activations, attention over
+// pages.
 //
 // No framework: plain buffers in, plain buffers out, errors as return codes. The code of the kernels
 // is in kernels.inc, compiled here for each instruction set; `outstride_open` chooses one at run time.
@@ -30,11 +31,12 @@ namespace {
 // --- what callers hand over (mirrored in native.py) -------------------------------------------------
 
 struct Matrix {
-  const uint8_t* data;   // [tiles][depth / 4][16 channels][4]
-  const float* scale;    // [tiles * 16]
-  const int32_t* zero;   // [tiles * 16]: the code of 0
+  const uint8_t* data;   // [tiles][depth / 4][16 channels][4]; of 4 bits: see groups.py
+  const float* scale;    // [tiles * 16]; null if each group has its own
+  const int32_t* zero;   // [tiles * 16]: the code of 0; null likewise
   const float* bias;     // [tiles * 16] or null
-  int32_t tiles, depth;  // depth: K rounded up to 16
+  int32_t tiles, depth;  // depth: K rounded up to 16, or to a whole group
+  int32_t bits;          // 8 or 4
 };
 
 struct Node {
@@ -120,6 +122,7 @@ struct Codes {  // quantized rows: two bytes for each value, one scale for each 
   int8_t* bytes;
   float* scale;
   int32_t* sums;  // [rows][slices]: sums of the values
+  float* groups;  // [rows][depth / 32]: the same of each group, for weights of 4 bits
 };
 
 // So many products of 8 by 12 bits fit into 32 bits.
@@ -542,17 +545,20 @@ void* outstride_open(int threads, int isa, int rows, int depth, int scratch) {
   p->count = threads;
   // Rows are read in blocks of sixteen: what lies behind the last is read, and not used.
   const size_t bytes = (size_t)2 * depth + 64;
-  const size_t sums = sizeof(int32_t) * slices(depth);
+  const size_t sums = sizeof(int32_t) * slices(depth), groups = (size_t)depth / 32 + 1;
   p->shared = {(int8_t*)aligned_alloc(64, (bytes * (rows + 16) + 63) / 64 * 64),
-               (float*)malloc(sizeof(float) * rows), (int32_t*)malloc(sums * rows)};
-  bool sound = p->shared.bytes && p->shared.scale && p->shared.sums;
+               (float*)malloc(sizeof(float) * rows), (int32_t*)malloc(sums * rows),
+               (float*)calloc(groups * (rows + 16), sizeof(float))};
+  bool sound = p->shared.bytes && p->shared.scale && p->shared.sums && p->shared.groups;
   for (int i = 0; i < threads; i++) {
     Share* s = &p->shares[i];
     p->codes[i] = {(int8_t*)aligned_alloc(64, (bytes * 16 + 63) / 64 * 64),
-                   (float*)malloc(sizeof(float) * 4), (int32_t*)malloc(sums * 4)};
+                   (float*)malloc(sizeof(float) * 4), (int32_t*)malloc(sums * 4),
+                   (float*)calloc(groups * 4, sizeof(float))};
     *s = {i, threads, &p->codes[i], &p->shared,
           (float*)aligned_alloc(64, ((size_t)scratch * 4 + 127) / 64 * 64), p};
-    sound = sound && p->codes[i].bytes && p->codes[i].scale && p->codes[i].sums && s->scratch;
+    sound = sound && p->codes[i].bytes && p->codes[i].scale && p->codes[i].sums &&
+            p->codes[i].groups && s->scratch;
   }
   if (!sound) return nullptr;
   for (int i = 1; i < threads; i++)
@@ -567,9 +573,9 @@ void outstride_close(void* engine) {
   for (int i = 1; i < p->count; i++) pthread_join(p->threads[i], nullptr);
   for (int i = 0; i < p->count; i++) {
     free(p->codes[i].bytes), free(p->codes[i].scale), free(p->codes[i].sums);
-    free(p->shares[i].scratch);
+    free(p->codes[i].groups), free(p->shares[i].scratch);
   }
-  free(p->shared.bytes), free(p->shared.scale), free(p->shared.sums);
+  free(p->shared.bytes), free(p->shared.scale), free(p->shared.sums), free(p->shared.groups);
   delete e;
 }
 

@@ -50,15 +50,18 @@ def keys_of(spans: Sequence[Span], page_size: int) -> Keys:
         if in_order and (lead := _branches(span, kept)):
             _paths(span, kept, lead, mine, tails)
             continue
-        sees = span.graph.sees
-        for node in range(span.first, len(span.graph)):
-            seen = np.flatnonzero(sees[node])
-            direct = _direct(span, seen, kept) if in_order else 0
-            rest = _listed(span, seen, direct, page_size, 0 if in_order else kept)
+        graph, sees = span.graph, span.graph.sees
+        groups = list(zip(graph.blocks.tolist(), graph.parents.tolist(), strict=True))
+        found: dict[tuple[int, int], tuple[int, int, int]] = {}
+        for node in range(span.first, len(graph)):
+            if (group := groups[node]) not in found:  # nodes of a block see the same
+                seen = np.flatnonzero(sees[node])
+                direct = _direct(span, seen, kept) if in_order else 0
+                rest = _listed(span, seen, direct, page_size, 0 if in_order else kept)
+                found[group] = direct, len(tails), direct + len(rest)
+                tails += rest
             entry = mine[node - span.first]
-            entry["direct"], entry["tail"] = direct, len(tails)
-            entry["count"] = direct + len(rest)
-            tails += rest
+            entry["direct"], entry["tail"], entry["count"] = found[group]
     return Keys(
         nodes,
         np.asarray(pages, dtype=np.int32),

@@ -24,6 +24,7 @@ class Matrix(c.Structure):
         ("bias", _P),
         ("tiles", _I),
         ("depth", _I),
+        ("bits", _I),
     )
 
 

@@ -48,6 +48,7 @@ class Packed:
             None if self.bias is None else self.bias.ctypes.data,
             self.tiles,
             self.depth,
+            8,
         )
 
     @classmethod

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +16,19 @@ import torch
 from outstride.core.graph import FloatArray
 from outstride.errors import CorruptModel
 from outstride.ops.contract import LayerWeights, Model, Shape
+from outstride.ops.cpu.groups import GROUP, Grouped
 from outstride.ops.cpu.packed import Packed, alternating, rounded
 
-FORMAT = "outstride int8 2"
-"""Rises when the same weights would be packed differently."""
+FORMATS = {8: "outstride int8 2", 4: "outstride int4 1"}
+"""By the bits of a layer's weights; rises when the same weights would be packed differently."""
 LARGE = 2 << 20
 
 _MATRICES = ("qkv", "output", "gate_up", "down")
 _VECTORS = ("attention_norm", "query_norm", "key_norm", "mlp_norm")
 _PARTS = ("data", "scale", "zero", "bias", "columns")
+_GROUPED_PARTS = ("data", "bias")
+
+Matrix: TypeAlias = Packed | Grouped
 
 
 def widths(shape: Shape) -> tuple[int, int, int]:
@@ -43,28 +48,33 @@ class Layer:
     query_norm: FloatArray | None
     key_norm: FloatArray | None
     mlp_norm: FloatArray
-    qkv: Packed
-    output: Packed
-    gate_up: Packed
-    down: Packed
+    qkv: Matrix
+    output: Matrix
+    gate_up: Matrix
+    down: Matrix
 
 
 @dataclass(slots=True)
 class Weights:
-    """The weights of a model; one that uses its head to embed has one table for both."""
+    """The weights of a model; one that uses its head to embed has one table for both.
+
+    bits: of the weights of layers. Embedding and head always have 8: a head of 4 bits would save less
+    time than it costs in closeness.
+    """
 
     layers: list[Layer]
     vocabulary: Packed
     embedding: Packed
     norm: FloatArray
+    bits: int = 8
 
     @classmethod
-    def pack(cls, model: Model) -> Weights:
+    def pack(cls, model: Model, bits: int = 8) -> Weights:
         """From float32; layers are taken one by one, so that the model never exists twice."""
         shape, layers = model.shape, []
         width = widths(shape)[0]
         while model.layers:
-            layers.append(_pack_layer(shape, model.layers.pop(0)))
+            layers.append(_pack_layer(shape, model.layers.pop(0), bits))
         table = model.embedding if model.head is None else model.head
         vocabulary = Packed.balanced(table.numpy(), width)
         embedding = vocabulary
@@ -73,7 +83,7 @@ class Weights:
         norm = _padded(model.norm, width)
         if vocabulary.columns is not None:
             norm[: shape.hidden_size] *= vocabulary.columns
-        return cls(layers, vocabulary, embedding, norm)
+        return cls(layers, vocabulary, embedding, norm, bits)
 
     def into_large_pages(self) -> None:
         """Moves all matrices, in the order in which a pass reads them, into one piece of memory.
@@ -112,12 +122,12 @@ class Weights:
         sums = {f"crc {name}": f"{zlib.crc32(a.data):08x}" for name, a in arrays.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".part")
-        save_file(arrays, str(unfinished), {**about, **sums, "format": FORMAT})
+        save_file(arrays, str(unfinished), {**about, **sums, "format": FORMATS[self.bits]})
         unfinished.replace(path)
 
     @classmethod
     def read(
-        cls, path: Path, shape: Shape, about: Mapping[str, str]
+        cls, path: Path, shape: Shape, about: Mapping[str, str], bits: int = 8
     ) -> tuple[Weights, Mapping[str, str]]:
         """What `write` kept and was told; CorruptModel if it is damaged or made from other weights."""
         from safetensors import SafetensorError, safe_open
@@ -125,9 +135,8 @@ class Weights:
         try:
             with safe_open(str(path), framework="np") as file:
                 known = file.metadata() or {}
-                if any(
-                    known.get(key) != value for key, value in {**about, "format": FORMAT}.items()
-                ):
+                expected = {**about, "format": FORMATS[bits]}
+                if any(known.get(key) != value for key, value in expected.items()):
                     raise CorruptModel(f"{path} was made from other weights")
                 names = file.keys()
                 arrays = {name: file.get_tensor(name) for name in names}
@@ -137,12 +146,14 @@ class Weights:
             if known.get(f"crc {name}") != f"{zlib.crc32(array.data):08x}":
                 raise CorruptModel(f"{path} is damaged: {name}")
         try:
-            return cls._assemble(arrays, shape), known
+            return cls._assemble(arrays, shape, bits), known
         except (KeyError, ValueError) as error:
             raise CorruptModel(f"{path} does not fit the model: {error}") from error
 
     @classmethod
-    def _assemble(cls, arrays: Mapping[str, npt.NDArray[np.generic]], shape: Shape) -> Weights:
+    def _assemble(
+        cls, arrays: Mapping[str, npt.NDArray[np.generic]], shape: Shape, bits: int
+    ) -> Weights:
         width, heads, middle = widths(shape)
         rows = shape.heads * shape.head_dim
         sizes = {
@@ -154,18 +165,20 @@ class Weights:
         layers = []
         for i in range(shape.layers):
             vectors = {name: arrays.get(f"{i}.{name}") for name in _VECTORS}
-            matrices = {name: _joined(arrays, f"{i}.{name}", *sizes[name]) for name in _MATRICES}
+            join = _joined if bits == 8 else _joined_groups
+            matrices = {name: join(arrays, f"{i}.{name}", *sizes[name]) for name in _MATRICES}
             layers.append(Layer(**vectors, **matrices))  # type: ignore[arg-type]
         table = (shape.vocab_size, shape.hidden_size, width)
         vocabulary = _joined(arrays, "vocabulary", *table)
         embedding = vocabulary
         if "embedding.data" in arrays:
             embedding = _joined(arrays, "embedding", *table)
-        return cls(layers, vocabulary, embedding, arrays["norm"])  # type: ignore[arg-type]
+        return cls(layers, vocabulary, embedding, arrays["norm"], bits)  # type: ignore[arg-type]
 
 
-def _parts(name: str, matrix: Packed) -> dict[str, npt.NDArray[np.generic]]:
-    found = {part: getattr(matrix, part) for part in _PARTS}
+def _parts(name: str, matrix: Matrix) -> dict[str, npt.NDArray[np.generic]]:
+    parts = _PARTS if isinstance(matrix, Packed) else _GROUPED_PARTS
+    found = {part: getattr(matrix, part) for part in parts}
     return {f"{name}.{part}": array for part, array in found.items() if array is not None}
 
 
@@ -177,17 +190,30 @@ def _joined(
     return Packed(**parts, channels=channels, k=k, tiles=tiles, depth=depth)  # type: ignore[arg-type]
 
 
+def _joined_groups(
+    arrays: Mapping[str, npt.NDArray[np.generic]], name: str, channels: int, k: int, depth: int
+) -> Grouped:
+    parts = {part: arrays.get(f"{name}.{part}") for part in _GROUPED_PARTS}
+    tiles, depth = rounded(channels, 32) // 16, rounded(depth, GROUP)
+    return Grouped(**parts, channels=channels, k=k, tiles=tiles, depth=depth)  # type: ignore[arg-type]
+
+
 def _padded(tensor: torch.Tensor, width: int) -> FloatArray:
     result = np.zeros(width, dtype=np.float32)
     result[: len(tensor)] = tensor.numpy()
     return result
 
 
-def _pack_layer(shape: Shape, layer: LayerWeights) -> Layer:
+def _pack_layer(shape: Shape, layer: LayerWeights, bits: int) -> Layer:
     width, heads, middle = widths(shape)
 
-    def packed(weight: torch.Tensor, bias: torch.Tensor | None, depth: int) -> Packed:
-        return Packed.of(weight.numpy(), None if bias is None else bias.numpy(), depth)
+    def packed(weight: FloatArray, bias: FloatArray | None, depth: int) -> Matrix:
+        if bits == 8:
+            return Packed.of(weight, bias, depth)
+        return Grouped.of(weight, bias, rounded(depth, GROUP))
+
+    def plain(weight: torch.Tensor, bias: torch.Tensor | None, depth: int) -> Matrix:
+        return packed(weight.numpy(), None if bias is None else bias.numpy(), depth)
 
     def maybe(vector: torch.Tensor | None) -> FloatArray | None:
         return None if vector is None else _padded(vector, shape.head_dim)
@@ -198,12 +224,12 @@ def _pack_layer(shape: Shape, layer: LayerWeights) -> Layer:
         query_norm=maybe(layer.query_norm),
         key_norm=maybe(layer.key_norm),
         mlp_norm=_padded(layer.mlp_norm, width),
-        qkv=packed(layer.qkv, layer.qkv_bias, width),
-        output=packed(layer.output, layer.output_bias, heads),
-        gate_up=Packed.of(
+        qkv=plain(layer.qkv, layer.qkv_bias, width),
+        output=plain(layer.output, layer.output_bias, heads),
+        gate_up=packed(
             alternating(layer.gate_up.numpy()),
             None if gate_up_bias is None else alternating(gate_up_bias.numpy()),
             width,
         ),
-        down=packed(layer.down, layer.down_bias, middle),
+        down=plain(layer.down, layer.down_bias, middle),
     )
