@@ -19,7 +19,7 @@ import numpy as np
 
 from outstride.bench.peers import Bound, PeerReport, Row
 from outstride.core.contracts import Work
-from outstride.core.graph import chain
+from outstride.core.graph import chain, tree
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import Proposal, Wants
 from outstride.core.sequence import Table
@@ -109,6 +109,25 @@ class Bench:
         graph = chain(self.tokens(nodes), len(table))
         return Work(Proposal(graph, given=1, wants=wants), table, slots)
 
+    def drafted(self, table: Table, nodes: int) -> Work:
+        """A tree behind what a table holds, of which the eight best tokens of each node are wanted."""
+        work = self.work(table, nodes)
+        parents = [-1, *(i // 2 for i in range(nodes - 1))]
+        graph = tree(self.tokens(nodes), parents, len(table))
+        return Work(Proposal(graph, given=1, wants=Wants(best=8)), table, work.slots)
+
+    def steps(self, table: Table, count: int) -> list[float]:
+        """Seconds of steps one behind the other; the table has room for them."""
+        found, token = [], 1
+        for _ in range(count):
+            work = self.work(table, 1)
+            start = time.perf_counter()
+            work.proposal.graph.tokens[0] = token
+            token = int(self.model.forward([work]).wait()[0].best[0, 0])
+            found.append(time.perf_counter() - start)
+            table.positions.append(len(table))
+        return found
+
     def filled(self, first_page: int, cached: int, room: int) -> Table:
         """A table with real entries, and pages for more."""
         pages = list(range(first_page, first_page + (cached + room) // 16 + 1))
@@ -191,6 +210,8 @@ def passes(loaded: Loaded) -> list[Row]:
     one, many = bench.work(table, 1), bench.work(table, 64)
     alone = bench.on_card([one])
     together = bench.on_card([many])
+    drafted = bench.drafted(table, 16)
+    step = median(bench.steps(bench.filled(48, CACHED, 128), 100)[20:])
     tables = [bench.filled(48 * (i + 1), CACHED, 16) for i in range(CROWD)]
     crowd = [bench.work(t, 1) for t in tables]
     at_most = Bound(0.60, of="value")
@@ -199,6 +220,8 @@ def passes(loaded: Loaded) -> list[Row]:
         _row("the same as the host sees it", bench.on_host([one])),
         _row("pass over 64 nodes, of 1 node", together, Bound(1.25, of="value"), median(alone)),
         _row("pass over 64 nodes as the host sees it", bench.on_host([many])),
+        _row("tree of 16 nodes, 8 best of each, on the card", bench.on_card([drafted])),
+        _row("the same as the host sees it, of a step", bench.on_host([drafted]), over=step),
         _row(f"{CROWD} sequences of 1 node, on the card", bench.on_card(crowd)),
         _row(f"{CROWD} sequences of 1 node as the host sees it", bench.on_host(crowd)),
     ]

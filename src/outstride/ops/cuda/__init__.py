@@ -1,10 +1,12 @@
 """Operations on an NVIDIA card: Triton kernels, replayed from CUDA graphs.
 
-- `linear`: matrix products with a fixed order of sums, and what is fused to them
+- `matrices`, `linear`: matrix products with a fixed order of sums, and what is fused to them
 - `attention`: attention over pages and token graphs
-- `choose`: the choice of tokens
-- `layout`: the description of a pass, made on the host
-- `steps`: passes that can be foreseen, and launched before they are asked for
+- `noise`, `filters`, `choose`: the choice of tokens
+- `head`: the vocabulary, and what comes back to the host
+- `moves`: the cache, and entries that are moved in it
+- `tiles`, `layout`: the description of a pass, made on the host
+- `steps`, `ahead`: passes that can be foreseen, and launched before they are asked for
 - `weights`: layers as the kernels read them
 - `transfer`: what goes between host and card
 - `backend`: `Cuda`, the operations of the contract

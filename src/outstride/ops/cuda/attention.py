@@ -17,13 +17,14 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,unused
     gdc_wait,
 )
 
-from outstride.ops.cuda.layout import FIELDS, KEYS
+from outstride.ops.cuda.layout import FIELDS, KEYS, LEVEL
 from outstride.ops.cuda.steps import CHOSEN
 
 _FLOOR = tl.constexpr(-1e30)
 """Stands in for the maximum of a block in which a query sees nothing."""
 _FIELDS = tl.constexpr(FIELDS)
 _CHOSEN = tl.constexpr(CHOSEN)
+_LEVEL = tl.constexpr(LEVEL)
 
 
 @triton.jit
@@ -34,6 +35,31 @@ def _fold(peak, total, mixed, new_peak, new_total, new_mixed):
     total = total * old[:, None] + new_total * new[:, None]
     mixed = mixed * old[:, None] + new_mixed * new[:, None]
     return top, total, mixed
+
+
+@triton.jit
+def _find(words, item, block, KEYS: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr):
+    """The slots of a block's keys, which of them there are, and whether pages told."""
+    pages_at, blocks_at = tl.load(item + 2), tl.load(item + 3)
+    more = tl.load(item + 1) - 1
+    if not SHARED:
+        more = tl.where(blocks_at == _LEVEL, 0, more)
+    lane = tl.arange(0, KEYS)
+    place = block * KEYS + lane
+    known = place < tl.load(item + 11) + more
+    paged = blocks_at < 0
+    if SHARED:
+        page = tl.load(words + pages_at + place // PAGE, mask=known, other=0)
+        slot = page * PAGE + place % PAGE
+    else:
+        listed_at = tl.load(words + blocks_at + block, mask=blocks_at >= 0, other=-1)
+        paged = listed_at < 0
+        known = known & paged
+        page = tl.load(words + pages_at + place // PAGE, mask=known, other=0)
+        listed = tl.load(words + listed_at + lane, mask=(lane >= 0) & ~paged, other=-1)
+        slot = tl.where(paged, page * PAGE + place % PAGE, listed)
+        known = known | (listed >= 0)
+    return tl.where(known, slot, 0), known, paged
 
 
 @triton.jit
@@ -48,36 +74,36 @@ def attention_kernel(
     """`words` describes the pass, `items` is the part of it with this window's items.
 
     The sums of weights are products with ones: sixteen equal columns, because products have no fewer.
+    What the words say is read before the kernel waits for the one before it.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     lane = tl.arange(0, KEYS)
     dims = tl.arange(0, WIDE)
     line = tl.arange(0, BQ)
     sixteen = tl.arange(0, 16)
     ones = tl.full((KEYS, 16), 1.0, dtype=queries.dtype.element_ty)
+    early: tl.constexpr = STAGES == 1
     work = tl.program_id(0)
     item = items + work // KV_HEADS * _FIELDS
     nodes = tl.load(item + 1)
+    slot, known, paged = _find(words, item, tl.load(item + 4), KEYS, PAGE, SHARED)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     while nodes > 0:
         head = work % KV_HEADS
-        row_first = tl.load(item)
-        pages_at = tl.load(item + 2)
-        blocks_at = tl.load(item + 3)
         start = tl.load(item + 4)
         stop = tl.load(item + 5)
         first = tl.load(item + 6)
-        last = tl.load(item + 7)
-        pieces = tl.load(item + 8)
         base = tl.load(item + 9)
-        ticket = tl.load(item + 10)
         node = tl.minimum(line // GROUP, nodes - 1)
         live = line // GROUP < nodes
         limit = tl.load(item + 11) + node
         floor = tl.load(item + 12) + node - window
-        reach = tl.load(item + 11) + nodes - 1
-        row = row_first + node
+        to = line
+        if not SHARED:
+            to = line + tl.load(item + 13) * GROUP
+            limit = tl.where(tl.load(item + 3) == _LEVEL, limit - node, limit)
+        row = tl.load(item) + node
         of_head = (head * GROUP + line % GROUP) * WIDE
         at = row.to(tl.int64) * (HEADS * WIDE) + of_head
         query = tl.load(queries + at[:, None] + dims[None, :], mask=live[:, None], other=0.0)
@@ -85,26 +111,20 @@ def attention_kernel(
         total = tl.zeros((BQ, 16), dtype=tl.float32)
         mixed = tl.zeros((BQ, WIDE), dtype=tl.float32)
         for block in tl.range(start, stop, num_stages=STAGES):
+            if not early:
+                slot, known, paged = _find(words, item, block, KEYS, PAGE, SHARED)
             place = block * KEYS + lane
-            known = place < reach
-            if SHARED:
-                page = tl.load(words + pages_at + place // PAGE, mask=known, other=0)
-                slot = page * PAGE + place % PAGE
-                seen = place[None, :] < limit[:, None]
-            else:
-                listed_at = tl.load(words + blocks_at + block, mask=blocks_at >= 0, other=-1)
-                paged = listed_at < 0
-                known = known & paged
-                page = tl.load(words + pages_at + place // PAGE, mask=known, other=0)
-                listed = tl.load(words + listed_at + lane, mask=(lane >= 0) & ~paged, other=-1)
-                slot = tl.where(paged, page * PAGE + place % PAGE, listed)
-                known = known | (listed >= 0)
-                seen = known[None, :] & (~paged | (place[None, :] < limit[:, None]))
+            seen = place[None, :] < limit[:, None]
+            if not SHARED:
+                seen = known[None, :] & (seen | ~paged)
             seen = seen & live[:, None] & (place[None, :] > floor[:, None])
-            slot = tl.where(known, slot, 0).to(tl.int64)
-            entry = slot[:, None] * (KV_HEADS * WIDE) + head * WIDE + dims[None, :]
+            entry = slot[:, None].to(tl.int64) * (KV_HEADS * WIDE) + head * WIDE + dims[None, :]
             key = tl.load(keys + entry, mask=known[:, None], other=0.0)
             value = tl.load(values + entry, mask=known[:, None], other=0.0)
+            if early:
+                slot, known, paged = _find(
+                    words, item, tl.minimum(block + 1, stop - 1), KEYS, PAGE, SHARED
+                )
             scores = tl.dot(query, tl.trans(key)) * scale
             scores = tl.where(seen, scores, float("-inf"))
             new_peak = tl.maximum(tl.max(scores, axis=1), _FLOOR)
@@ -113,20 +133,24 @@ def attention_kernel(
             new_mixed = tl.dot(weights, value)
             if SPLITS:
                 spot = ((base + block - first) * KV_HEADS + head).to(tl.int64)
-                tl.store(partial_peaks + spot * BQ + line, new_peak)
-                at_sums = spot * (BQ * 16) + line[:, None] * 16 + sixteen[None, :]
-                tl.store(partial_sums + at_sums, new_total)
-                at_mixed = spot * (BQ * WIDE) + line[:, None] * WIDE + dims[None, :]
-                tl.store(partial + at_mixed, new_mixed)
+                ours = line >= 0
+                if not SHARED:  # other lines may be those of other programs
+                    ours = live
+                tl.store(partial_peaks + spot * BQ + to, new_peak, mask=ours)
+                at_sums = spot * (BQ * 16) + to[:, None] * 16 + sixteen[None, :]
+                tl.store(partial_sums + at_sums, new_total, mask=ours[:, None])
+                at_mixed = spot * (BQ * WIDE) + to[:, None] * WIDE + dims[None, :]
+                tl.store(partial + at_mixed, new_mixed, mask=ours[:, None])
             else:
                 peak, total, mixed = _fold(peak, total, mixed, new_peak, new_total, new_mixed)
         done = True
         if SPLITS:
             tl.debug_barrier()
-            mine = tickets + ticket * KV_HEADS + head
+            mine = tickets + tl.load(item + 10) * KV_HEADS + head
+            pieces = tl.load(item + 8)
             done = tl.atomic_add(mine, 1, sem="acq_rel", scope="gpu") == pieces - 1
             if done:
-                for block in tl.range(first, last, num_stages=FOLDS):
+                for block in tl.range(first, tl.load(item + 7), num_stages=FOLDS):
                     spot = ((base + block - first) * KV_HEADS + head).to(tl.int64)
                     new_peak = tl.load(partial_peaks + spot * BQ + line, cache_modifier=".cg")
                     at_sums = spot * (BQ * 16) + line[:, None] * 16 + sixteen[None, :]
@@ -135,6 +159,10 @@ def attention_kernel(
                     new_mixed = tl.load(partial + at_mixed, cache_modifier=".cg")
                     peak, total, mixed = _fold(peak, total, mixed, new_peak, new_total, new_mixed)
                 tl.store(mine, 0)
+                if not SHARED:  # all nodes of the tile, not only those of this item
+                    nodes = tl.load(item + 15)
+                    node = tl.minimum(line // GROUP, nodes - 1)
+                    live, row = line // GROUP < nodes, tl.load(item + 14) + node
         if done:
             sums = tl.maximum(tl.max(total, axis=1), 1e-30)
             result = tl.math.div_rn(mixed, tl.broadcast_to(sums[:, None], (BQ, WIDE)))
@@ -146,6 +174,8 @@ def attention_kernel(
         work += PROGRAMS
         item = items + work // KV_HEADS * _FIELDS
         nodes = tl.load(item + 1)
+        if early:
+            slot, known, paged = _find(words, item, tl.load(item + 4), KEYS, PAGE, SHARED)
 
 
 @triton.jit
@@ -173,28 +203,6 @@ def keep_kernel(x, slots, features, ld, ld_features, width, WIDTH: tl.constexpr)
     tl.store(features + slot * ld_features + k, values, mask=k < width)
 
 
-@triton.jit
-def copy_kernel(pairs, keys, values, features, ld, entry, ld_features,
-                WIDTH: tl.constexpr, FEATURES: tl.constexpr):  # fmt: skip
-    """Entries from one slot to another, one layer and one entry to a program."""
-    source = tl.load(pairs + tl.program_id(1) * 2).to(tl.int64)
-    target = tl.load(pairs + tl.program_id(1) * 2 + 1).to(tl.int64)
-    layer = tl.program_id(0).to(tl.int64) * ld
-    k = tl.arange(0, WIDTH)
-    inside = k < entry
-    key = tl.load(keys + layer + source * entry + k, mask=inside)
-    value = tl.load(values + layer + source * entry + k, mask=inside)
-    tl.store(keys + layer + target * entry + k, key, mask=inside)
-    tl.store(values + layer + target * entry + k, value, mask=inside)
-    if FEATURES > 0:  # noqa: SIM102
-        if tl.program_id(0) == 0:
-            place = tl.arange(0, FEATURES)
-            kept = tl.load(features + source * ld_features + place, mask=place < ld_features)
-            tl.store(features + target * ld_features + place, kept, mask=place < ld_features)
-
-
-WARPS = {16: 8, 64: 8, 128: 8}
-"""By query rows of a tile."""
 PARTIAL = 32 << 20
 """Numbers that partial results may take."""
 
@@ -227,12 +235,13 @@ def attend(
     programs: int,
     shared: bool,
     splits: bool,
+    deep: bool,
     page_size: int,
     pdl: bool,
 ) -> None:
     """One layer's attention, as described by `words`; `rows` query rows to a tile."""
     extra = {"launch_pdl": True} if pdl else {}
-    warps = 4 if rows == 64 and not splits else WARPS.get(rows, 8)
+    warps = 4 if (rows == 64 and not splits) or (rows < 64 and deep) else 8
     stages = 1 if rows < 64 and splits else 2
     folds = 4 if rows < 64 else 2
     attention_kernel[(programs,)](

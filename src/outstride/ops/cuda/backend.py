@@ -22,85 +22,33 @@ import triton  # type: ignore[import-not-found,unused-ignore]
 
 from outstride.core.contracts import Work
 from outstride.core.graph import FloatArray, IntArray
-from outstride.core.proposal import Proposal, Scores
-from outstride.core.sampling import Draw
-from outstride.core.select import select
+from outstride.core.proposal import Scores
 from outstride.ops.contract import Model, Ops, Span, Wanted
-from outstride.ops.cuda.attention import (
-    PARTIAL,
-    Partials,
-    attend,
-    copy_kernel,
-    embed_kernel,
-    keep_kernel,
-)
-from outstride.ops.cuda.choose import POSITION, Chooser, fill
+from outstride.ops.cuda.ahead import Ahead, Ask, Trust
+from outstride.ops.cuda.attention import PARTIAL, Partials, attend, embed_kernel, keep_kernel
+from outstride.ops.cuda.choose import POSITION
+from outstride.ops.cuda.head import Head, Kind, Rows, fill_draws, padded
 from outstride.ops.cuda.layout import (
     HEAD_ROWS,
     HEADER,
     PLACES,
+    SIZES,
     Card,
     Layout,
     Words,
-    describe,
 )
-from outstride.ops.cuda.linear import ADDED, FLOATS, GATED, HEADS, Matrix, Scratch, Turn, linear, up
+from outstride.ops.cuda.linear import ADDED, GATED, HEADS, linear
+from outstride.ops.cuda.matrices import Matrix, Scratch, Turn, up
+from outstride.ops.cuda.moves import Entries
 from outstride.ops.cuda.steps import STAGED, Steps
-from outstride.ops.cuda.transfer import Replies, Reply, Ring, record
+from outstride.ops.cuda.tiles import Describer
+from outstride.ops.cuda.transfer import Recording, Reply, Ring
 from outstride.ops.cuda.weights import Layer
 
+CUTS = (1, 9)
+"""Behind which layers a recorded pass is cut, if the card waits for it."""
 _FIRST = np.zeros(1, dtype=np.int64)
 """The nodes of a step that are scored."""
-SIZES = (16, 32, 64, 128)
-"""Padded numbers of rows for which passes are recorded; larger ones are launched one by one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """States: some rows of a buffer, and the layer that they enter next."""
-
-    x: torch.Tensor
-    low: torch.Tensor
-    start: int
-    stop: int
-    layer: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(slots=True)
-class _Ahead:
-    """The pass behind the last one, as it will be if all goes on as it did."""
-
-    steps: Steps
-    before: Reply
-    """Brings the tokens that it begins with."""
-    draws: Words
-    kinds: list[tuple[Draw, int]]
-    """Each row's draw, and for which place behind its node."""
-    filtered: bool
-    reply: Reply | None = None
-    """There once it is launched."""
-
-    def match(self, work: Sequence[Work], page_size: int) -> list[int] | None:
-        """The rows of this pass that the work asks for, if it asks for nothing else."""
-        rows = self.steps.match(work, self.before.wait(), page_size)
-        if rows is None:
-            return None
-        for row, piece in zip(rows, work, strict=True):
-            proposal, (draw, offset) = piece.proposal, self.kinds[row]
-            wants = proposal.wants
-            if (
-                (wants.nodes is not None and wants.nodes != (0,))
-                or wants.hidden
-                or not _simple(proposal)
-                or proposal.layers is not None
-                or proposal.offset != offset
-                or not (proposal.draw is draw or proposal.draw == draw)
-            ):
-                return None
-        return rows
 
 
 @dataclass(slots=True)
@@ -115,14 +63,15 @@ class Batch:
     steps: Steps | None = None
     _layout: Layout | None = None
 
-    def layout_for(self, card: Card) -> Layout:
+    def layout_for(self, describe: Describer) -> Layout:
         """The description, made when it is needed."""
         if self._layout is None:
+            card = describe.card
             self.steps = Steps.of(self.spans, card.page_size) if self.rows <= SIZES[-1] else None
-            if self.steps is not None:
+            if self.steps is not None and len(self.steps) > 1:
                 self._layout = self.steps.layout(self.windows, self.rows, card)
             else:
-                self._layout = describe(self.spans, self.windows, self.rows, card)
+                self._layout = describe(self.spans, self.windows, self.rows)
         return self._layout
 
 
@@ -166,19 +115,24 @@ class Cuda(Ops):
             programs=programs,
             room=PARTIAL // (shape.kv_heads * self._wide),
         )
+        self._describe = Describer(self._card)
         self._embedding = model.embedding.to(self._device, self._dtype).contiguous()
         vocabulary = model.embedding if model.head is None else model.head
-        self._vocabulary = Matrix.pack(vocabulary, None, model.norm, self._device, self._dtype)
         self._layers = [
             Layer.pack(layer, shape, self._wide, self._device, self._dtype)
             for layer in model.layers
         ]
         slots = model.slots + (1 + STAGED) * model.page_size
-        entries = (shape.layers, slots, shape.kv_heads, self._wide)
-        self._keys = torch.zeros(entries, dtype=self._dtype, device=self._device)
-        self._values = torch.zeros(entries, dtype=self._dtype, device=self._device)
         self._planes = model.features
-        self._features = self._zeros(slots, len(model.features) * shape.hidden_size)
+        self._entries = Entries(
+            shape.layers,
+            slots,
+            shape.kv_heads,
+            self._wide,
+            len(model.features) * shape.hidden_size,
+            self._device,
+            self._dtype,
+        )
         self._extra = 0
         inverse = torch.tensor(shape.frequencies, dtype=torch.float64).to(torch.float32)
         places = torch.arange(min(shape.context, 1 << 20), dtype=torch.float32)
@@ -186,17 +140,21 @@ class Cuda(Ops):
         self._cosines = (angles.cos() * shape.rope_scale).to(self._device)
         self._sines = (angles.sin() * shape.rope_scale).to(self._device)
         self._partials = Partials(self._device)
-        self._head_scratch = Scratch.make(self._device, HEAD_ROWS)
-        self._logits = self._zeros(HEAD_ROWS, up(shape.vocab_size, 256))
-        self._chooser = Chooser(self._device, HEAD_ROWS, shape.vocab_size)
-        self._head_words = Ring(self._device, HEADER + HEAD_ROWS * (1 + PLACES))
-        self._copies = Ring(self._device, 2 * STAGED)
-        self._replies = Replies(self._device)
+        matrix = Matrix.pack(vocabulary, None, model.norm, self._device, self._dtype)
+        self._head = Head(
+            matrix,
+            shape.norm_eps,
+            shape.vocab_size,
+            self._width,
+            self._device,
+            self._dtype,
+            self._pdl,
+        )
+        self._recording: Recording | None = None
         self._deferred: _Deferred | None = None
         self._whole_pass = False
-        self._ahead: _Ahead | None = None
-        self._steady = False
-        """Whether the last pass was the one that was foreseen."""
+        self._ahead: Ahead | None = None
+        self._trust = Trust()
         self._graphs: dict[Any, Any] = {}
         self._seen: set[Any] = set()
         self._reserve(512)
@@ -227,9 +185,6 @@ class Cuda(Ops):
         self._graphs.clear()
         self._seen.clear()
 
-    def _padded(self, rows: int) -> int:
-        return next((size for size in SIZES if rows <= size), up(rows, 128))
-
     # --- a pass -----------------------------------------------------------------------------------
 
     def whole(self, work: Sequence[Work]) -> Callable[[], list[Scores]] | None:
@@ -238,14 +193,14 @@ class Cuda(Ops):
         if ahead is None:
             return None
         rows = ahead.match(work, self._card.page_size)
-        self._steady = rows is not None
+        self._trust.learn(rows is not None)
         if rows is None or ahead.reply is None:
             return None
         return self._go_on(ahead, ahead.reply, rows)
 
     def begin(self, spans: Sequence[Span], windows: Sequence[int | None]) -> Batch:
         self._ahead = self._deferred = None
-        rows = self._padded(spans[-1].rows.stop)
+        rows = padded(spans[-1].rows.stop)
         if rows > len(self._x):
             self._reserve(triton.next_power_of_2(rows))
         mixtures = any(span.graph.mixtures for span in spans)
@@ -253,7 +208,7 @@ class Cuda(Ops):
 
     def _layout(self, batch: Batch) -> Layout:
         """The description of a pass; makes room for its words."""
-        layout = batch.layout_for(self._card)
+        layout = batch.layout_for(self._describe)
         if len(layout.words) > len(self._words):
             self._words = Ring(self._device, triton.next_power_of_2(len(layout.words)))
             self._graphs.clear()
@@ -275,7 +230,7 @@ class Cuda(Ops):
                 array = np.ascontiguousarray(state, dtype=np.float32)
                 held.append(torch.from_numpy(array).to(self._device))
         embed_kernel[(rows,)](
-            self._row_words(rows, 0), self._chooser.best, self._embedding, self._x, self._low,
+            self._row_words(rows, 0), self._head.chosen, self._embedding, self._x, self._low,
             self._width, size, WIDTH=triton.next_power_of_2(size), num_warps=4,
         )  # fmt: skip
         if batch.mixtures:
@@ -312,8 +267,8 @@ class Cuda(Ops):
             slots=self._row_words(rows, 2),
             cosines=self._cosines,
             sines=self._sines,
-            keys=self._keys[layer],
-            values=self._values[layer],
+            keys=self._entries.keys[layer],
+            values=self._entries.values[layer],
             query_norm=weights.query_norm,
             key_norm=weights.key_norm,
             heads=shape.heads,
@@ -340,8 +295,8 @@ class Cuda(Ops):
         window = shape.windows[layer]
         attend(
             queries,
-            self._keys[layer],
-            self._values[layer],
+            self._entries.keys[layer],
+            self._entries.values[layer],
             self._mixed,
             self._words.words[layout.windows[batch.windows.index(window)] :],
             self._words.words,
@@ -352,9 +307,10 @@ class Cuda(Ops):
             wide=self._wide,
             window=window,
             rows=layout.tile,
-            programs=card.programs,
+            programs=layout.programs,
             shared=layout.shared,
             splits=layout.splits,
+            deep=layout.deep,
             page_size=card.page_size,
             pdl=self._pdl,
         )
@@ -380,15 +336,17 @@ class Cuda(Ops):
         norm, pdl, scratch = self._shape.norm_eps, self._pdl, self._scratch
         linear(weights.gate_up, x.low, rows, GATED, scratch, low=inner, norm=norm, pdl=pdl)
         linear(weights.down, inner, rows, ADDED, scratch, out=x.x, low=x.low, pdl=pdl)
+        if self._recording is not None and layer in CUTS and layer + 1 < len(self._layers):
+            self._recording.cut()
         return replace(x, layer=layer + 1)
 
     def keep_features(self, layer: int, x: Rows, batch: Batch) -> None:
         if layer in self._planes:
             size, at = self._shape.hidden_size, self._planes.index(layer)
-            rows = batch.rows
+            rows, features = batch.rows, self._entries.features
             keep_kernel[(rows,)](
-                x.x, self._row_words(rows, 2), self._features[:, at * size :],
-                self._width, self._features.stride(0), size,
+                x.x, self._row_words(rows, 2), features[:, at * size :],
+                self._width, features.stride(0), size,
                 WIDTH=triton.next_power_of_2(size), num_warps=4,
             )  # fmt: skip
 
@@ -397,6 +355,7 @@ class Cuda(Ops):
         if whole and not batch.mixtures:
             self._deferred = _Deferred(layers, batch)
             return Rows(self._x, self._low, 0, batch.rows, self._shape.layers)
+        self._entries.settle()
         self._words.send(self._layout(batch).words)
         return layers()
 
@@ -418,12 +377,12 @@ class Cuda(Ops):
     def score(self, wanted: Sequence[Wanted]) -> Callable[[], list[Scores]]:
         deferred, self._deferred = self._deferred, None
         if deferred is None:
-            return self._head_alone(wanted)
+            return self._head.alone(wanted, self._low)
         layout = self._layout(deferred.batch)
         count = sum(len(item.nodes) for item in wanted)
         if not 0 < count <= HEAD_ROWS:
-            self._launch(layout, deferred.layers, 0, False)
-            return self._head_alone(wanted)
+            self._launch(layout, deferred.layers, 0, Kind())
+            return self._head.alone(wanted, self._low)
         return self._start(deferred, layout, wanted, count)
 
     def _start(
@@ -431,52 +390,64 @@ class Cuda(Ops):
     ) -> Callable[[], list[Scores]]:
         """Starts a pass and its head; where it makes sense, the pass behind it."""
         at, room = layout.head_at, layout.head_rows
-        _, places = self._collected(wanted)
+        _, places = self._head.collected(wanted, self._low)
         layout.words[at : at + count] = places
         draws = layout.words[at + room : at + room * (1 + PLACES)].reshape(room, PLACES)
-        filtered, simple = _fill_draws(draws, wanted)
-        reply = self._replies.take(count)
+        kind, plain = fill_draws(draws, wanted)
+        reply = self._head.replies.take(count)
         layout.words[0] = reply.place
-        self._launch(layout, deferred.layers, self._padded(count), filtered)
-        reply.launched()
         steps = deferred.batch.steps
-        if steps is not None and simple and count == len(wanted) == len(steps):
-            kinds = [(item.proposal.draw, item.proposal.offset) for item in wanted]
-            self._foresee(steps, list(range(count)), reply, draws[:count], kinds, filtered)
-        if not simple:  # rows of logits must be read before anything else is launched
-            scores = self._found(wanted, reply)
-            return lambda: scores
-        return lambda: self._found(wanted, reply)
+        self._launch(layout, deferred.layers, padded(count), kind, cut=steps is None)
+        reply.launched()
+        if steps is not None and plain and count == len(wanted) == len(steps):
+            asks = [Ask.of(item.proposal) for item in wanted]
+            self._foresee(steps, list(range(count)), reply, draws[:count], asks, kind)
+        return self._head.collect(wanted, reply, plain)
 
-    def _key(self, layout: Layout, head: int, filtered: bool) -> Any:
+    def _key(self, layout: Layout, head: int, kind: Kind, cut: bool, moves: bool) -> Any:
         """What recorded passes differ in."""
         return (
             layout.rows,
             layout.tile,
             layout.shared,
             layout.splits,
+            layout.programs,
+            layout.deep,
             layout.windows,
             head,
-            filtered,
+            kind,
+            cut,
+            moves,
         )
 
     def _launch(
-        self, layout: Layout, layers: Callable[[], Rows], head: int, filtered: bool
+        self,
+        layout: Layout,
+        layers: Callable[[], Rows],
+        head: int,
+        kind: Kind,
+        cut: bool = True,
     ) -> None:
-        """Starts a whole pass and `head` rows of its head: replayed, once it has been recorded."""
+        """Starts a whole pass and `head` rows of its head: replayed, once it has been recorded.
 
-        def work() -> None:
-            self._whole_pass = True
+        cut: the card has nothing else to do while the pass is handed to it.
+        """
+        moves = self._entries.enter(layout.words)
+
+        def work(recording: Recording | None = None) -> None:
+            self._whole_pass, self._recording = True, recording if cut else None
             try:
+                if moves:
+                    self._entries.launch(self._words.words)
                 layers()
             finally:
-                self._whole_pass = False
+                self._whole_pass, self._recording = False, None
             if head:
                 words, at = self._words.words, layout.head_at
-                self._head_kernels(self._low, head, filtered, words, at, layout.head_rows)
+                self._head.launch(self._low, head, kind, words, at, layout.head_rows)
 
         self._words.send(layout.words)
-        key = self._key(layout, head, filtered)
+        key = self._key(layout, head, kind, cut, moves)
         if not self._graphs_wanted or layout.rows > SIZES[-1]:
             work()
         elif key not in self._seen:  # compiles what is missing
@@ -484,7 +455,7 @@ class Cuda(Ops):
             work()
         else:
             if key not in self._graphs:
-                self._graphs[key] = record(work)
+                self._graphs[key] = Recording(work)
             self._graphs[key].replay()
 
     # --- the pass behind this one -----------------------------------------------------------------
@@ -495,8 +466,8 @@ class Cuda(Ops):
         rows: list[int],
         before: Reply,
         draws: Words,
-        kinds: list[tuple[Draw, int]],
-        filtered: bool,
+        asks: list[Ask],
+        kind: Kind,
     ) -> None:
         """Works out the next pass; launches it if the last ones were what was foreseen."""
         following = steps.following(rows, self._card, len(self._cosines))
@@ -504,172 +475,53 @@ class Cuda(Ops):
             return
         draws = draws.copy()
         draws[:, POSITION] += 1
-        self._ahead = ahead = _Ahead(following, before, draws, kinds, filtered)
-        if not self._steady:
+        self._ahead = ahead = Ahead(following, before, draws, asks, kind)
+        if not self._trust.enough:
             return
         count = len(following)
         windows = tuple(dict.fromkeys(self._shape.windows))
-        layout = following.layout(windows, self._padded(count), self._card)
-        recorded = self._graphs.get(self._key(layout, layout.rows, filtered))
+        layout = following.layout(windows, padded(count), self._card)
+        recorded = self._graphs.get(self._key(layout, layout.rows, kind, False, False))
         if recorded is None or len(layout.words) > len(self._words):
             return
         at, room = layout.head_at, layout.head_rows
         layout.words[at : at + count] = np.arange(count)
         layout.words[at + room : at + room + draws.size] = draws.reshape(-1)
-        ahead.reply = self._replies.take(count)
+        ahead.reply = self._head.replies.take(count)
         layout.words[0] = ahead.reply.place
         self._words.send(layout.words)
         recorded.replay()
         ahead.reply.launched()
 
-    def _go_on(self, ahead: _Ahead, reply: Reply, rows: list[int]) -> Callable[[], list[Scores]]:
+    def _go_on(self, ahead: Ahead, reply: Reply, rows: list[int]) -> Callable[[], list[Scores]]:
         """Some rows of a pass that is under way: its scores, and the pass behind it."""
         moves = ahead.steps.settle(rows, self._card.page_size)
         if moves:
-            self._copy(moves)
-        kinds = [ahead.kinds[row] for row in rows]
-        self._foresee(ahead.steps, rows, reply, ahead.draws[rows], kinds, ahead.filtered)
+            self._entries.copy(moves)
+        asks = [ahead.asks[row] for row in rows]
+        self._foresee(ahead.steps, rows, reply, ahead.draws[rows], asks, ahead.kind)
 
         def found() -> list[Scores]:
-            best = reply.wait()[rows][:, None]
-            return [Scores(_FIRST, best[i : i + 1]) for i in range(len(rows))]
+            best = reply.wait()[rows]
+            if not ahead.kind.several:
+                return [Scores(_FIRST, line) for line in best[:, :1, None].transpose(0, 2, 1)]
+            widest = self._shape.vocab_size
+            return [
+                Scores(_FIRST, best[i : i + 1, : min(ask.wants.best, widest)])
+                for i, ask in enumerate(asks)
+            ]
 
         return found
-
-    def _copy(self, moves: list[tuple[int, int]]) -> None:
-        """Entries from pages of our own to those of their sequences."""
-        self._copies.send(np.asarray(moves, dtype=np.int32).reshape(-1))
-        entry, width = self._shape.kv_heads * self._wide, self._features.shape[1]
-        copy_kernel[(self._shape.layers, len(moves))](
-            self._copies.words, self._keys, self._values, self._features,
-            self._keys.stride(0), entry, width,
-            WIDTH=triton.next_power_of_2(entry),
-            FEATURES=triton.next_power_of_2(width) if width else 0, num_warps=4,
-        )  # fmt: skip
-
-    # --- the head by itself -----------------------------------------------------------------------
-
-    def _head_alone(self, wanted: Sequence[Wanted]) -> Callable[[], list[Scores]]:
-        """The head of states that are there, in pieces."""
-        low, places = self._collected(wanted)
-        scores: list[list[Scores]] = [[] for _ in wanted]
-        start = 0
-        for i, item in enumerate(wanted):
-            for at in range(0, len(item.nodes), HEAD_ROWS):
-                some = replace(item, nodes=item.nodes[at : at + HEAD_ROWS])
-                stop = start + len(some.nodes)
-                scores[i] += self._head_piece(some, low, places[start:stop])
-                start = stop
-        joined = [
-            Scores.joined(found) if found else self._nothing(item)
-            for item, found in zip(wanted, scores, strict=True)
-        ]
-        return lambda: joined
-
-    def _head_piece(self, item: Wanted, low: torch.Tensor, places: list[int]) -> list[Scores]:
-        """Scores of at most HEAD_ROWS nodes."""
-        count = len(places)
-        rows = self._padded(count)
-        words = np.zeros(HEADER + rows * (1 + PLACES), dtype=np.int32)
-        words[HEADER : HEADER + count] = places
-        draws = words[HEADER + rows :].reshape(rows, PLACES)
-        filtered, _ = _fill_draws(draws, [item])
-        reply = self._replies.take(count)
-        words[0] = reply.place
-        self._head_words.send(words)
-        self._head_kernels(low, rows, filtered, self._head_words.words, HEADER, rows)
-        reply.launched()
-        return self._found([item], reply)
-
-    def _nothing(self, item: Wanted) -> Scores:
-        nothing = np.zeros((0, self._shape.vocab_size), dtype=np.float32)
-        return select(item.proposal, item.nodes, nothing)
-
-    def _collected(self, wanted: Sequence[Wanted]) -> tuple[torch.Tensor, list[int]]:
-        """One buffer that holds everybody's states, and the row of each wanted node in it."""
-        low: torch.Tensor | None = None
-        places: list[int] = []
-        for item in wanted:
-            state = item.state
-            if not len(item.nodes):
-                continue
-            if not isinstance(state, Rows) or (low is not None and state.low is not low):
-                return self._gathered(wanted)
-            low = state.low
-            shift = state.start - item.first
-            places += [node + shift for node in item.nodes.tolist()]
-        return self._low if low is None else low, places
-
-    def _gathered(self, wanted: Sequence[Wanted]) -> tuple[torch.Tensor, list[int]]:
-        """States from several buffers, copied into one."""
-        rows: list[torch.Tensor] = []
-        places: list[int] = []
-        at = 0
-        for item in wanted:
-            state = item.state
-            if not len(item.nodes):
-                continue
-            if isinstance(state, Rows):
-                rows.append(state.low[state.start : state.stop])
-            else:
-                array = np.ascontiguousarray(state, dtype=np.float32)
-                part = torch.from_numpy(array).to(self._device, self._dtype)
-                rows.append(torch.nn.functional.pad(part, (0, self._width - part.shape[1])))
-            places += [node - item.first + at for node in item.nodes.tolist()]
-            at += len(rows[-1])
-        return torch.cat(rows), places
-
-    def _found(self, wanted: Sequence[Wanted], reply: Reply) -> list[Scores]:
-        """What a start of the head yielded."""
-        best = reply.wait()[:, None]
-        scores, start = [], 0
-        for item in wanted:
-            stop = start + len(item.nodes)
-            if _simple(item.proposal):
-                scores.append(Scores(nodes=item.nodes, best=best[start:stop]))
-            else:
-                raw = self._logits[start:stop, : self._shape.vocab_size].cpu().numpy()
-                scores.append(select(item.proposal, item.nodes, raw.copy()))
-            start = stop
-        return scores
-
-    def _head_kernels(
-        self,
-        low: torch.Tensor,
-        rows: int,
-        filtered: bool,
-        words: torch.Tensor,
-        at: int,
-        room: int,
-    ) -> None:
-        """Logits of the rows that words from `at` on name, and the choice; draws come `room` later."""
-        linear(
-            self._vocabulary,
-            low,
-            rows,
-            FLOATS,
-            self._head_scratch,
-            out=self._logits,
-            norm=self._shape.norm_eps,
-            gather=words[at : at + rows],
-            pdl=self._pdl,
-        )
-        draws = words[at + room : at + room + rows * PLACES]
-        self._chooser.choose(self._logits, draws, rows, filtered, self._replies.memory, words[:1])
 
     # --- what lasts longer than a pass ------------------------------------------------------------
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
-        both = np.stack([np.asarray(sources), np.asarray(targets)])
-        read, write = torch.from_numpy(np.ascontiguousarray(both, dtype=np.int64)).to(self._device)
-        for pool in (self._keys, self._values):
-            pool.index_copy_(1, write, pool.index_select(1, read))
-        if self._planes:
-            self._features.index_copy_(0, write, self._features.index_select(0, read))
         self._ahead = None
+        self._entries.move(sources, targets)
 
     def feature(self, slot: int) -> FloatArray:
-        return np.array(self._features[slot].cpu().numpy(), dtype=np.float32)
+        self._entries.settle()
+        return np.array(self._entries.features[slot].cpu().numpy(), dtype=np.float32)
 
     def add_rows(self, rows: torch.Tensor) -> int:
         before = self._extra
@@ -678,29 +530,3 @@ class Cuda(Ops):
         self._extra += len(rows)
         self._graphs.clear()
         return before
-
-
-def _simple(proposal: Proposal) -> bool:
-    """Whether a proposal wants its tokens and nothing else."""
-    wants = proposal.wants
-    return (
-        wants.best <= 1
-        and wants.logprobs is None
-        and not wants.rows
-        and not wants.logits
-        and not proposal.rules
-    )
-
-
-def _fill_draws(draws: Words, wanted: Sequence[Wanted]) -> tuple[bool, bool]:
-    """Describes everybody's draws; says whether some have filters, and whether all are simple."""
-    filtered, simple, line = False, True, 0
-    for item in wanted:
-        proposal = item.proposal
-        simple = simple and _simple(proposal)
-        if proposal.draw.temperature != 0.0:
-            for i, node in enumerate(item.nodes.tolist()):
-                position = int(proposal.graph.positions[node]) + proposal.offset
-                filtered |= fill(draws[line + i], proposal.draw, position)
-        line += len(item.nodes)
-    return filtered, simple

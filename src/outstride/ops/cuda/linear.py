@@ -12,7 +12,6 @@ number per row, is applied to the result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,9 +22,22 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,unused
     gdc_wait,
 )
 
-STEP = 64
-"""Columns of K that a program takes at a time; K is padded to whole steps."""
+from outstride.ops.cuda.matrices import (
+    SMALL,
+    STEP,
+    Matrix,
+    Scratch,
+    Tiles,
+    Turn,
+    chains_of,
+    tiles,
+    up,
+)
 
+_SIDE, _SQUARE = tl.constexpr(STEP), tl.constexpr(STEP * STEP)
+
+SHORT_ROWS = 64
+"""Up to so many rows, the product with a small matrix works out the norm's factor itself."""
 FLOATS = tl.constexpr(0)
 """The result in float32."""
 GATED = tl.constexpr(1)
@@ -51,10 +63,16 @@ def pair_sum(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
+def _column(w, cols, k_all):
+    """Where the columns of a product begin in a weight: its rows, in squares."""
+    return w + (cols // _SIDE).to(tl.int64) * (k_all * _SIDE) + cols % _SIDE * _SIDE
+
+
+@triton.jit
 def _prefetch(w, cols, k_all, start, part, BN: tl.constexpr, LINES: tl.constexpr):
     """Asks for a tile of weights before anything that it waits for is there."""
-    line = tl.minimum(tl.arange(0, LINES) * 64, part - 1)
-    at = w + cols[:, None].to(tl.int64) * k_all + (start + line)[None, :]
+    line = tl.minimum(tl.arange(0, LINES) * _SIDE, part - _SIDE)
+    at = _column(w, cols, k_all)[:, None] + (start + line)[None, :].to(tl.int64) * _SIDE
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -178,21 +196,21 @@ def _chain(a, b, steps, hop, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexp
             g0 = tl.dot(left, tl.trans(left), g0)
         if CHAINS > 1:
             left = tl.load(a + hop)
-            y1 = tl.dot(left, tl.load(b + hop), y1)
+            y1 = tl.dot(left, tl.load(b + hop * _SIDE), y1)
             if GRAM:
                 g1 = tl.dot(left, tl.trans(left), g1)
         if CHAINS > 2:
             left = tl.load(a + 2 * hop)
-            y2 = tl.dot(left, tl.load(b + 2 * hop), y2)
+            y2 = tl.dot(left, tl.load(b + 2 * hop * _SIDE), y2)
             if GRAM:
                 g2 = tl.dot(left, tl.trans(left), g2)
         if CHAINS > 3:
             left = tl.load(a + 3 * hop)
-            y3 = tl.dot(left, tl.load(b + 3 * hop), y3)
+            y3 = tl.dot(left, tl.load(b + 3 * hop * _SIDE), y3)
             if GRAM:
                 g3 = tl.dot(left, tl.trans(left), g3)
         a += BK
-        b += BK
+        b += BK * _SIDE
     if CHAINS > 1:
         y0 += y1
         g0 += g1
@@ -231,7 +249,9 @@ def linear_kernel(
     cols = tile // tiles_m * BN + tl.arange(0, BN)
     ks = tl.arange(0, BK)
     k_all = part * SPLIT
-    b = w + cols[None, :].to(tl.int64) * k_all + (first * part + ks)[:, None]
+    within = ks // _SIDE * _SQUARE + ks % _SIDE if BK > _SIDE else ks
+    start = (first * part).to(tl.int64) * _SIDE if FAN else 0
+    b = _column(w, cols, k_all)[None, :] + start + within[:, None]
     if PDL:
         if LINES > 0:
             _prefetch(w, cols, k_all, first * part, part, BN, LINES)
@@ -266,8 +286,8 @@ def linear_kernel(
                 tl.store(tickets + tile, 0)
         else:
             for s in range(1, SPLIT):
-                more, _ = _chain(a + s * part, b + s * part, part // BK, part, BM, BN, BK, 1, False,
-                                 STAGES)  # fmt: skip
+                more, _ = _chain(a + s * part, b + s * part * _SIDE, part // BK, part, BM, BN, BK, 1,
+                                 False, STAGES)  # fmt: skip
                 y += more
     if last:
         if measured:
@@ -330,159 +350,6 @@ def gram_factor_kernel(x, factors, gather, ld_x, hop, width, eps, BK: tl.constex
     if CHAINS > 3:
         g0 += g3
     tl.store(factors + rows, tl.math.rsqrt(_diagonal(g0, 16) / width + eps))
-
-
-# --- shapes -----------------------------------------------------------------------------------------
-
-SHORT_ROWS = 64
-"""Up to so many rows, the product with a small matrix works out the norm's factor itself."""
-SMALL = 4 << 20
-"""Matrices below so many elements are latency, not bandwidth: they are never split."""
-FULL = 180
-"""So many programs keep the memory of a card busy."""
-
-
-def up(value: int, unit: int) -> int:
-    """Rounded up to whole units."""
-    return -(-value // unit) * unit
-
-
-def parts(outer: int, inner: int) -> int:
-    """Into how many parts K is cut, for a weight of this shape. Part of every result's bits."""
-    if outer * inner < SMALL:
-        return 1
-    split = 1
-    while split < 8 and -(-outer // 64) * split < FULL and inner // STEP % (split * 2) == 0:
-        split *= 2
-    return split
-
-
-def chains_of(inner: int) -> int:
-    """Into how many chains the sums of a small matrix fall. Part of every result's bits."""
-    return next(count for count in (4, 3, 2, 1) if inner // STEP % count == 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How a product is laid out for a number of rows; no bit depends on it."""
-
-    bm: int
-    bn: int
-    fan: bool
-    warps: int
-    stages: int
-    step: int = STEP
-    lines: int = 64
-    """How much of each column is asked for before the input is there, in units of 64 elements."""
-    late: bool = False
-    """Whether the next kernel may start only when this one is nearly done."""
-
-
-def tiles(outer: int, inner: int, rows: int, *, least: int = 16, normed: bool = False) -> Tiles:
-    """Tiles for a weight of this shape. `rows` is a multiple of 16; `least` columns stay together.
-
-    normed: the norm's factor is worked out along the way, which small tiles of rows do faster.
-    """
-    if outer * inner < SMALL:
-        if rows > 128:
-            return Tiles(64 if rows % 64 == 0 else 16, max(64, least), False, 4, 2)
-        bm = min(rows, 64)
-        bn = max(32 if outer >= 2048 else 16, least)
-        if bm == 16:
-            return Tiles(bm, bn, False, 2, 3, 2 * STEP)
-        if bn <= 32 and (rows == 32 or (rows == 64 and normed)):
-            return Tiles(16, bn, False, 1, 3)
-        return Tiles(bm, bn, False, 4, 3)
-    if rows <= 64:
-        bm = rows if rows in (16, 32, 64) else 16
-        if outer < 16384 and least <= 64:
-            return Tiles(bm, 64, True, 4, 5, lines=0, late=True)
-        return Tiles(bm, max(128, least), True, 8 if bm == 64 else 4, 4, lines=0, late=True)
-    bm = 128 if rows % 128 == 0 else 64 if rows % 64 == 0 else 16
-    many = rows // bm * -(-outer // 128)
-    return Tiles(bm, max(128, least), many < FULL, 8 if bm >= 64 else 4, 5, lines=0, late=True)
-
-
-@dataclass(slots=True)
-class Matrix:
-    """A weight as the kernels read it: [outer, inner], both padded with zeros."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    outer: int
-    inner: int
-    """The size before padding; the norm divides by the width."""
-    split: int
-
-    @classmethod
-    def pack(
-        cls,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm: torch.Tensor | None,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> Matrix:
-        """Takes a matrix over; a norm's weight becomes part of it. Rounded once."""
-        outer, inner = weight.shape
-        split = parts(outer, up(inner, STEP))
-        moved = weight.to(device)
-        if norm is not None:
-            moved = moved.float() * norm.to(device, torch.float32)
-        tall, wide = up(outer, 256), up(inner, STEP)
-        if (tall, wide) == (outer, inner):
-            packed = moved.to(dtype).contiguous()
-        else:
-            packed = torch.zeros(tall, wide, dtype=dtype, device=device)
-            packed[:outer, :inner] = moved.to(dtype)
-        if bias is not None:
-            padded = torch.zeros(tall, dtype=torch.float32, device=device)
-            padded[:outer] = bias.to(device)
-            bias = padded
-        return cls(packed, bias, outer, inner, split)
-
-
-@dataclass(slots=True)
-class Scratch:
-    """Room for partial results; kernels of one stream share it."""
-
-    device: torch.device
-    partial: torch.Tensor
-    tickets: torch.Tensor
-    factors: torch.Tensor
-    nothing: torch.Tensor
-
-    @classmethod
-    def make(cls, device: torch.device, rows: int) -> Scratch:
-        def room(count: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(count, dtype=dtype, device=device)
-
-        return cls(
-            device,
-            room(24 << 20, torch.float32),
-            room(1 << 16, torch.int32),
-            room(rows, torch.float32),
-            room(1, torch.float32),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What queries, keys and values need besides their product."""
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    cosines: torch.Tensor
-    sines: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    heads: int
-    kv_heads: int
-    head: int
-    wide: int
-    rope: bool
 
 
 def linear(

@@ -11,7 +11,7 @@ needs a new page, into a page kept for that purpose, from which the entry is cop
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,7 +19,19 @@ from outstride.core.contracts import Work
 from outstride.core.graph import IntArray
 from outstride.core.sequence import Table
 from outstride.ops.contract import Span
-from outstride.ops.cuda.layout import KEYS, Card, Layout, Words, compose, ordinary
+from outstride.ops.cuda.layout import (
+    COLUMNS,
+    FIELDS,
+    HEADER,
+    KEYS,
+    PAGED,
+    ROW_FIELDS,
+    Card,
+    Layout,
+    Words,
+    compose,
+)
+from outstride.ops.cuda.tiles import ordinary
 
 STAGED = 64
 """Pages kept for sequences that need a new one."""
@@ -45,6 +57,8 @@ class Steps:
     """Where each sequence's pages begin."""
     staged: dict[int, int]
     """Rows whose entries go to a page kept for that purpose, and that slot."""
+    mould: tuple[Layout, IntArray] | None = None
+    """The description of the same sequences some steps ago, and where they stood."""
 
     @classmethod
     def of(cls, spans: Sequence[Span], page_size: int) -> Steps | None:
@@ -108,16 +122,19 @@ class Steps:
             pages=pages,
             at=at,
             staged=staged,
+            mould=self.mould if rows == list(range(len(self))) else None,
         )
 
     def layout(self, windows: Sequence[int | None], rows: int, card: Card) -> Layout:
         """The words of this pass."""
         count = len(self.tables)
         places = self.positions
-        tile = np.zeros((count, 8), dtype=np.int64)
+        if self.mould is not None and np.array_equal(places // KEYS, self.mould[1] // KEYS):
+            return self._moulded(*self.mould)
+        tile = np.zeros((count, COLUMNS), dtype=np.int64)
         tile[:, 0], tile[:, 1] = np.arange(count), 1
-        tile[:, 2], tile[:, 3] = self.at, -1
-        tile[:, 4] = places // KEYS + 1
+        tile[:, 2], tile[:, 3] = self.at, PAGED
+        tile[:, 4] = tile[:, 8] = places // KEYS + 1
         tile[:, 6], tile[:, 7] = places + 1, places
         tiles = []
         for window in windows:
@@ -125,34 +142,58 @@ class Steps:
             if window is not None:
                 tiles[-1][:, 5] = np.maximum(places - window + 1, 0) // KEYS
         nothing = np.zeros(0, dtype=np.int32)
-        return compose(
+        layout = compose(
             self.tokens, places, self.slots, tiles, self.pages, nothing, rows, card.tile(1), card
         )
+        if tuple(windows) == (None,):
+            self.mould = replace(layout, words=layout.words.copy()), places
+        return layout
+
+    def _moulded(self, made: Layout, before: IntArray) -> Layout:
+        """The words of an earlier pass, moved to where the sequences stand now."""
+        words, count, begin = made.words.copy(), len(self.tables), made.windows[0]
+        table = words[HEADER : HEADER + ROW_FIELDS * made.rows].reshape(ROW_FIELDS, made.rows)
+        table[0, :count], table[1, :count] = self.tokens, self.positions
+        table[2, :count] = self.slots
+        items = words[begin : made.end].reshape(-1, FIELDS)
+        items = items[: np.count_nonzero(items[:, 1])]
+        items[:, 11:13] += (self.positions - before)[items[:, 10]][:, None].astype(np.int32)
+        words[made.pages :] = self.pages
+        return replace(made, words=words)
 
     def match(self, work: Sequence[Work], tokens: IntArray, page_size: int) -> list[int] | None:
         """The rows of this pass that this work is; None if some of it is something else.
 
         tokens: those that the pass before chose.
         """
-        row_of = {id(table): row for row, table in enumerate(self.tables)}
-        chosen = tokens[CHOSEN - self.tokens].tolist()
+        tables, chosen = self.tables, tokens[CHOSEN - self.tokens].tolist()
         places, slots = self.positions.tolist(), self.slots.tolist()
         held, staged = self.held, self.staged
+        row_of: dict[int, int] | None = None
         rows: list[int] = []
-        for piece in work:
+        for i, piece in enumerate(work):
             table, graph = piece.table, piece.proposal.graph
-            row = row_of.pop(id(table), -1)
-            if row < 0 or len(graph.tokens) != 1 or table.stale or not table.ordered:
-                return None
+            row = i
+            if row_of is not None or i >= len(tables) or tables[i] is not table:
+                if row_of is None:  # not everybody is still there, or in another order
+                    row_of = {id(table): row for row, table in enumerate(tables)}
+                    for known in rows:
+                        del row_of[id(tables[known])]
+                row = row_of.pop(id(table), -1)
+                if row < 0:
+                    return None
             place, pages, slot = places[row], table.pages, slots[row]
             if row in staged:
                 pages, slot = pages[:-1], pages[-1] * page_size
             if (
-                graph.tokens.item(0) != chosen[row]
+                len(graph.tokens) != 1
+                or graph.tokens.item(0) != chosen[row]
                 or graph.positions.item(0) != place
                 or len(table.positions) != place
                 or piece.slots.item(0) != slot
                 or pages != held[row]
+                or table.stale
+                or not table.ordered
             ):
                 return None
             rows.append(row)

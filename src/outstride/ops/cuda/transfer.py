@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from outstride.core.graph import IntArray
-from outstride.ops.cuda.layout import HEAD_ROWS, Words
+from outstride.ops.cuda.layout import BEST, HEAD_ROWS, Words
 
 RING = 4
 """Transfers that may be under way."""
@@ -21,6 +21,7 @@ class Ring:
     def __init__(self, device: torch.device, size: int) -> None:
         self.words = torch.zeros(size, dtype=torch.int32, device=device)
         self._pinned = device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device) if self._pinned else None
         self._host = [
             torch.zeros(size, dtype=torch.int32, pin_memory=self._pinned) for _ in range(RING)
         ]
@@ -41,25 +42,25 @@ class Ring:
         self.words[:count].copy_(self._host[at][:count], non_blocking=True)
         if self._pinned:
             self._events[at] = self._events[at] or torch.cuda.Event()
-            self._events[at].record()
+            self._events[at].record(self._stream)
 
 
 class Reply:
     """The tokens of one pass, on their way to the host."""
 
-    def __init__(self, source: Any, event: Any, count: int, place: int) -> None:
+    def __init__(self, source: Any, event: Any, stream: Any, count: int, place: int) -> None:
         self.place = place
         """Which row of the replies they come to."""
-        self._source, self._event, self._count = source, event, count
+        self._source, self._event, self._stream, self._count = source, event, stream, count
         self._tokens: IntArray | None = None
 
     def launched(self) -> None:
         """Called once everything is launched that the tokens wait for."""
         if self._event is not None:
-            self._event.record()
+            self._event.record(self._stream)
 
     def wait(self) -> IntArray:
-        """The tokens, when they are there."""
+        """The tokens, when they are there: a line for each row, as many as it wanted in front."""
         if self._tokens is None:
             if self._event is not None:
                 self._event.synchronize()
@@ -72,9 +73,10 @@ class Replies:
 
     def __init__(self, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self.memory = torch.zeros(RING, HEAD_ROWS, dtype=torch.int32, pin_memory=pinned)
+        self.memory = torch.zeros(RING, HEAD_ROWS, BEST, dtype=torch.int32, pin_memory=pinned)
         self._rows = self.memory.numpy()
         self._events = [torch.cuda.Event() if pinned else None for _ in range(RING)]
+        self._stream = torch.cuda.current_stream(device) if pinned else None
         self._held: list[Reply | None] = [None] * RING
         self._next = 0
 
@@ -84,20 +86,39 @@ class Replies:
         held = self._held[at]
         if held is not None:
             held.wait()
-        self._held[at] = reply = Reply(self._rows[at], self._events[at], count, at)
+        self._held[at] = reply = Reply(self._rows[at], self._events[at], self._stream, count, at)
         return reply
 
 
-def record(work: Callable[[], object]) -> Any:
-    """A CUDA graph of what `work` launches; all of it has been launched before."""
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+class Recording:
+    """What a pass launches, as CUDA graphs that are replayed one behind the other.
+
+    All of it has been launched before. A graph is handed to the card as a whole, which takes the host
+    as long as it is large: where the card waits for it, it is cut, and small pieces come first.
+    """
+
+    def __init__(self, work: Callable[[Recording], object]) -> None:
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._begin()
+            try:
+                work(self)
+            finally:
+                self._graphs[-1].capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            work()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph
+        self._graphs.append(graph)
+
+    def cut(self) -> None:
+        """What is launched from here on is a graph of its own."""
+        self._graphs[-1].capture_end()
+        self._begin()
+
+    def replay(self) -> None:
+        for graph in self._graphs:
+            graph.replay()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from outstride.ops.contract import LayerWeights, Shape
-from outstride.ops.cuda.linear import Matrix
+from outstride.ops.cuda.matrices import Matrix
 
 
 @dataclass(frozen=True, slots=True)
