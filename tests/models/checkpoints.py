@@ -38,6 +38,8 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 
+MIXTURE = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 8}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -85,6 +87,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "qwen3 moe": ("Qwen3Moe", {**MIXTURE, "norm_topk_prob": True}),
+    "qwen3 moe mixed": (
+        "Qwen3Moe",
+        {**MIXTURE, "mlp_only_layers": [2], "decoder_sparse_step": 1, "attention_bias": True},
+    ),
+    "qwen3 moe window": (
+        "Qwen3Moe",
+        {**MIXTURE, "use_sliding_window": True, "sliding_window": 12, "decoder_sparse_step": 2},
+    ),
+    "olmoe": ("Olmoe", MIXTURE),
+    "olmoe clipped": ("Olmoe", {**MIXTURE, "clip_qkv": 0.8, "norm_topk_prob": True}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "smollm3 listed": (
         "SmolLM3",

@@ -20,6 +20,8 @@ from outstride.core.graph import (
 from outstride.core.proposal import Wants
 from outstride.models.config import RopeConfig
 from outstride.models.decoder import Decoder
+from outstride.models.experts import Experts
+from outstride.ops.routing import Routing
 from tests.models.drive import Hand, logits, random_decoder, tiny, tokens
 
 CONFIGS = {
@@ -30,6 +32,15 @@ CONFIGS = {
     "odd group": tiny(heads=5, kv_heads=1, head_dim=24, hidden_size=40),
     "wide": tiny(heads=40, kv_heads=1, head_dim=8, rope=RopeConfig(kind="linear", factor=2.0)),
 }
+MIXTURE = Experts(
+    layers=(False, True),
+    count=7,
+    size=24,
+    routing=Routing(2, normalized=True),
+    shared=16,
+    bias=True,
+)
+CONFIGS["experts"] = tiny(experts=MIXTURE, head_norms=True, wide_norms=True, clip=1.5, rotary=8)
 PAGES = [27, 23, 40, 22, 25, 61, 33, 32, 38, 50, 42, 29]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from outstride.cli.context import add_model_options
 from outstride.errors import DownloadFailed, InvalidParams, ModelNotFound, UnsupportedModel
 from outstride.models import load as loading
 from outstride.models.load import aliases, choose_weights, default_pages, load, locate
@@ -19,7 +21,7 @@ from tests.models.drive import tiny
 
 
 def test_aliases() -> None:
-    assert aliases() == ["smollm2"]
+    assert aliases() == ["parallel-block", "parallel-full", "smollm2"]
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
@@ -79,8 +81,17 @@ def test_importing_the_loader_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_the_command_line_offers_the_same_formats() -> None:
+    parser = argparse.ArgumentParser()
+    add_model_options(parser)
+    for weights in loading.WEIGHTS:
+        assert parser.parse_args(["--weights", weights]).weights == weights
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--weights", "fp8"])
+
+
 def test_weights_formats_that_are_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidParams, match="int8, fp32, bf16"):
+    with pytest.raises(InvalidParams, match="fp32, bf16"):
         load("smollm2", weights="fp8")
     monkeypatch.setattr("outstride.ops.cuda.available", lambda: False)
     with pytest.raises(UnsupportedModel, match="NVIDIA card"):

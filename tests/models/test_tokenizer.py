@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from outstride.errors import CorruptModel, InvalidPrompt, UnsupportedModel
@@ -112,6 +114,68 @@ def test_folder(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("hello ö</s>")) == "hello ö"
     assert tokenizer.decode([256, 260], skip_special=False) == "he</s>"
     assert tokenizer.decode([9999]) == ""
+
+
+@pytest.mark.parametrize(
+    ("added", "config", "mask"),
+    [
+        ([], {}, None),
+        (["<|mask|>"], {}, 0),
+        (["<|mdm_mask|>"], {}, 0),
+        (["<|unmask me|>", "|<MASK>|"], {}, 1),
+        (["<|a_mask|>", "<|MASK|>"], {}, None),
+        (["<|a_mask|>", "<|MASK|>"], {"mask_token": "<|MASK|>"}, 1),
+        (["<|a_mask|>", "<gap>"], {"mask_token": {"content": "<gap>"}}, 1),
+    ],
+)
+def test_masks(tmp_path: Path, added: list[str], config: dict[str, Any], mask: int | None) -> None:
+    """By name, or the only added token whose letters end in "mask"."""
+    backend = byte_level()
+    before = backend.get_vocab_size()
+    backend.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in added])
+    folder(tmp_path, **config)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.from_folder(tmp_path).mask_id == (None if mask is None else before + mask)
+
+
+def with_merges(tmp_path: Path, kind: str) -> Path:
+    """A checkpoint's tokenizer as vocabulary and merges, its added tokens in the config."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate(alphabet)} | {"he": 256, "ll": 257, "llo": 258}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\nl l\nll o\n")
+    plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    added = {
+        str(i): {**plain, "content": text, "special": special}
+        for i, text, special in (
+            (259, "<end>", True),
+            (260, "<think>", False),
+            (261, "<|mask|>", True),
+        )
+    }
+    config = {"tokenizer_class": kind, "eos_token": "<end>", "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_vocabulary_and_merges(tmp_path: Path) -> None:
+    ours = Tokenizer.from_folder(with_merges(tmp_path, "DreamTokenizer"))
+    assert (ours.mask_id, sorted(ours.eos_ids)) == (261, [259])
+    theirs = transformers.Qwen2Tokenizer.from_pretrained(tmp_path)
+    for text in ("hello", " hello  he'll\n\n 123 é", "<think>he<|mask|> llo<end>", "e\u0301"):
+        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.decode(ours.encode(text), skip_special=False) == unicodedata.normalize(
+            "NFC", text
+        )
+    assert ours.is_special(261)
+    assert not ours.is_special(260)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<gap>": 270}))
+    assert Tokenizer.from_folder(tmp_path).token_id("<gap>") == 270
+
+
+def test_merges_of_unknown_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"'OtherTokenizer'.*Qwen2Tokenizer"):
+        Tokenizer.from_folder(with_merges(tmp_path, "OtherTokenizer"))
 
 
 def test_templates_of_a_folder(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from outstride.errors import CorruptModel, UnsupportedModel
 from outstride.models.config import DecoderConfig
+from outstride.models.dialects import HEAD, places, published
 from outstride.models.tokenizer import read_json
 from outstride.models.weights import allocate, check_shape
 
@@ -55,10 +56,11 @@ def weight_files(folder: Path) -> dict[Path, list[str] | None]:
 
 
 def read_tensors(folder: Path, config: DecoderConfig) -> dict[str, torch.Tensor]:
-    """All tensors in float32 under their own names."""
+    """All tensors in float32 under their common names."""
     from safetensors import SafetensorError, safe_open
 
-    shapes = config.shapes()
+    placed = places(config.shapes(), config.architecture)
+    unused = published(HEAD, config.architecture) if config.tied else None
     tensors, filled = allocate(config), set()
     for path, promised in weight_files(folder).items():
         try:
@@ -67,23 +69,27 @@ def read_tensors(folder: Path, config: DecoderConfig) -> dict[str, torch.Tensor]
                 if promised and (lost := sorted(set(promised) - set(names))):
                     raise CorruptModel(f"the tensor {lost[0]!r} is missing in {path}")
                 for name in names:
-                    if name.endswith(_HARMLESS) or (config.tied and name == "lm_head.weight"):
+                    if name.endswith(_HARMLESS) or name == unused:
                         continue
-                    if name not in shapes:
+                    if name not in placed:
                         raise CorruptModel(
                             f"the tensor {name!r} in {path} has no place in the model"
                         )
-                    _fill(tensors[name], file.get_tensor(name), name, path)
+                    parts = [tensors[part] for part in placed[name]]
+                    _fill(parts, file.get_tensor(name), name, path)
                     filled.add(name)
         except (SafetensorError, OSError, ValueError) as error:
             raise CorruptModel(f"{path} is cut off or damaged: {error}") from error
-    if missing := sorted(set(shapes) - filled):
+    if missing := sorted(set(placed) - filled):
         raise CorruptModel(f"the tensor {missing[0]!r} is missing in {folder}")
     return tensors
 
 
-def _fill(into: torch.Tensor, tensor: torch.Tensor, name: str, path: Path) -> None:
+def _fill(into: list[torch.Tensor], tensor: torch.Tensor, name: str, path: Path) -> None:
+    """Copies a tensor to its place, or its rows to the places that they have one after the other."""
     if not tensor.is_floating_point():
         raise UnsupportedModel(f"the tensor {name!r} in {path} is not of a floating-point type")
-    check_shape(name, tensor.shape, into.shape)
-    into.copy_(tensor)
+    sizes = [len(part) for part in into]
+    check_shape(name, tensor.shape, (sum(sizes), *into[0].shape[1:]))
+    for part, rows in zip(into, torch.split(tensor, sizes), strict=True):
+        part.copy_(rows)

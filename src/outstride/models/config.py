@@ -2,149 +2,51 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from outstride.core.contracts import Vision
 from outstride.errors import CorruptModel, UnsupportedModel
+from outstride.models.dialects import common
+from outstride.models.diffusion import Diffusion, read_diffusion, vision_of
+from outstride.models.experts import Experts, read_experts
+from outstride.models.rope import RopeConfig
+
+__all__ = ["ARCHITECTURES", "DecoderConfig", "RopeConfig", "unsupported"]
 
 ARCHITECTURES = {
+    "DreamModel": "Dream",
+    "Fast_dLLM_QwenForCausalLM": "Fast_dLLM_Qwen",
+    "LLaDA2MoeModelLM": "llada2_moe",
+    "LLaDAModelLM": "llada",
+    "LLaDAMoEModel": "lladamoe",
+    "LLaDAMoEModelLM": "lladamoe",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "OlmoeForCausalLM": "olmoe",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "SDARForCausalLM": "sdar",
     "SmolLM3ForCausalLM": "smollm3",
 }
-"""Names in checkpoints, and ours."""
+"""Classes that checkpoints name, and the kinds of models that they are."""
+
+_QKV_BIASED = ("qwen2", "Dream", "Fast_dLLM_Qwen")
+"""Queries, keys and values have biases, whatever the config says."""
+_MAY_BE_BIASED = ("llama", "qwen3", "qwen3_moe", "smollm3", "sdar", "olmoe", "lladamoe")
+"""`attention_bias` counts."""
+_WINDOWED = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
+"""`use_sliding_window` counts; the code of diffusion models never looks at it."""
+_PARTIAL = ("lladamoe", "llada2_moe")
+"""`partial_rotary_factor` counts."""
 
 
-def unsupported(name: str) -> UnsupportedModel:
-    """The error for an architecture that is not implemented."""
-    known = ", ".join(sorted(set(ARCHITECTURES.values())))
-    return UnsupportedModel(f"the architecture {name!r} is not supported; supported are {known}")
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """How positions turn heads: base, and the way it was stretched to longer contexts.
-
-    kind: default, linear, llama3 or yarn. factors: divisors of each frequency, where a file
-    states them instead of the rule that they follow from.
-    """
-
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    original_context: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    factors: tuple[float, ...] | None = None
-
-    def frequencies(self, head_dim: int) -> list[float]:
-        """Radians per position of each pair of dimensions."""
-        plain = [self.theta ** (-i / head_dim) for i in range(0, head_dim, 2)]
-        if self.factors is not None:
-            if len(self.factors) != len(plain):
-                raise CorruptModel(
-                    f"{len(self.factors)} rotary factors for heads of {head_dim} dimensions"
-                )
-            return [f / divisor for f, divisor in zip(plain, self.factors, strict=True)]
-        if self.kind == "linear":
-            return [f / self.factor for f in plain]
-        if self.kind == "llama3":
-            return [self._llama3(f) for f in plain]
-        if self.kind == "yarn":
-            return self._yarn(plain, head_dim)
-        return plain
-
-    @property
-    def scale(self) -> float:
-        """What cosines and sines are multiplied with."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.kind != "yarn":
-            return 1.0
-        if self.mscale and self.mscale_all_dim:
-            return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
-        return self._temperature(1.0)
-
-    def _temperature(self, strength: float) -> float:
-        return 1.0 if self.factor <= 1 else 0.1 * strength * math.log(self.factor) + 1.0
-
-    def _llama3(self, frequency: float) -> float:
-        """Long waves are stretched, short ones kept, those between are blended."""
-        turns = self.original_context * frequency / (2 * math.pi)
-        if turns > self.high_freq_factor:
-            return frequency
-        if turns < self.low_freq_factor:
-            return frequency / self.factor
-        share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return (1 - share) * frequency / self.factor + share * frequency
-
-    def _yarn(self, plain: list[float], head_dim: int) -> list[float]:
-        """Dimensions that turn often within the original context are kept, slow ones stretched."""
-
-        def dimension(turns: float) -> float:
-            wave = self.original_context / (turns * 2 * math.pi)
-            return head_dim * math.log(wave) / (2 * math.log(self.theta))
-
-        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
-        if low == high:
-            high += 0.001
-        result = []
-        for i, frequency in enumerate(plain):
-            slow = min(max((i - low) / (high - low), 0.0), 1.0)
-            result.append(frequency / self.factor * slow + frequency * (1 - slow))
-        return result
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], context: int, theta: float) -> RopeConfig:
-        """From `rope_parameters` or the older `rope_scaling` and `rope_theta`."""
-        values = dict(config.get("rope_scaling") or {})
-        values.update(config.get("rope_parameters") or {})
-        kind = values.get("rope_type") or values.get("type") or "default"
-        if kind not in ("default", "linear", "llama3", "yarn"):
-            raise UnsupportedModel(
-                f"rope scaling {kind!r} is not supported; supported are linear, llama3 and yarn"
-            )
-        if (
-            float(values.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1)
-            != 1
-        ):
-            raise UnsupportedModel("partial rotary embeddings are not supported")
-        original = (
-            config.get("original_max_position_embeddings")
-            or values.get("original_max_position_embeddings")
-            or context
-        )
-        factor = values.get("factor")
-        if factor is None:
-            factor = context / original if kind == "yarn" else 1.0
-        truncate = values.get("truncate")
-        return cls(
-            theta=float(values.get("rope_theta") or config.get("rope_theta") or theta),
-            kind=kind,
-            factor=float(factor),
-            original_context=int(original),
-            low_freq_factor=float(values.get("low_freq_factor", 1.0)),
-            high_freq_factor=float(values.get("high_freq_factor", 4.0)),
-            beta_fast=float(values.get("beta_fast") or 32.0),
-            beta_slow=float(values.get("beta_slow") or 1.0),
-            truncate=True if truncate is None else bool(truncate),
-            attention_factor=values.get("attention_factor") if kind == "yarn" else None,
-            mscale=values.get("mscale"),
-            mscale_all_dim=values.get("mscale_all_dim"),
-        )
+def unsupported(name: str, known: Iterable[str] = ()) -> UnsupportedModel:
+    """The error for an architecture that is not implemented, or is not in this kind of file."""
+    listed = ", ".join(sorted(set(known or ARCHITECTURES.values()), key=str.lower))
+    return UnsupportedModel(f"the architecture {name!r} is not supported; supported are {listed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,19 +75,41 @@ class DecoderConfig:
     """Whether queries and keys are normalised per head."""
     tied: bool = False
     """Whether the head is the embedding."""
+    wide_norms: bool = False
+    """Whether head norms run over all heads of a row together."""
+    clip: float | None = None
+    """What queries, keys and values are cut to, on both sides."""
+    rotary: int | None = None
+    """How many dimensions of a head are turned; None: all."""
+    experts: Experts | None = None
+    diffusion: Diffusion | None = None
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise CorruptModel(
                 f"{self.heads} heads cannot be grouped over {self.kv_heads} key-value heads"
             )
-        if self.head_dim % 2:
-            raise CorruptModel(f"heads of {self.head_dim} dimensions cannot be turned in pairs")
+        turned = self.head_dim if self.rotary is None else self.rotary
+        if self.head_dim % 2 or turned % 2 or not 0 < turned <= self.head_dim:
+            raise CorruptModel(
+                f"{turned} of {self.head_dim} dimensions of a head cannot be turned in pairs"
+            )
+
+    @property
+    def vision(self) -> Vision:
+        """How settled tokens see each other."""
+        return vision_of(self.diffusion)
+
+    @property
+    def plain(self) -> bool:
+        """Whether its layers are of the kind that every implementation of the operations runs."""
+        return self.experts is None and not self.wide_norms and self.clip is None
 
     @property
     def frequencies(self) -> list[float]:
-        """Radians per position of each pair of dimensions of a head."""
-        return self.rope.frequencies(self.head_dim)
+        """Radians per position of each pair of dimensions of a head; those that rest have none."""
+        turned = self.head_dim if self.rotary is None else self.rotary
+        return self.rope.frequencies(turned) + [0.0] * ((self.head_dim - turned) // 2)
 
     @property
     def rope_scale(self) -> float:
@@ -194,7 +118,7 @@ class DecoderConfig:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the model needs, and its shape."""
-        hidden, inner = self.hidden_size, self.intermediate_size
+        hidden = self.hidden_size
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         result: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocab_size, hidden),
@@ -214,16 +138,32 @@ class DecoderConfig:
             if self.output_bias:
                 result[at + "self_attn.o_proj.bias"] = (hidden,)
             if self.head_norms:
-                result[at + "self_attn.q_norm.weight"] = (self.head_dim,)
-                result[at + "self_attn.k_norm.weight"] = (self.head_dim,)
+                sizes = (wide, narrow) if self.wide_norms else (self.head_dim,) * 2
+                result[at + "self_attn.q_norm.weight"] = sizes[:1]
+                result[at + "self_attn.k_norm.weight"] = sizes[1:]
+            result.update({at + name: shape for name, shape in self._mlp_shapes(layer).items()})
+        return result
+
+    def _mlp_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        hidden, experts = self.hidden_size, self.experts
+        parts = {"mlp.": self.intermediate_size}
+        result: dict[str, tuple[int, ...]] = {}
+        if experts is not None and experts.layers[layer]:
+            parts = {f"mlp.experts.{i}.": experts.size for i in range(experts.count)}
+            if experts.shared:
+                parts["mlp.shared_experts."] = experts.shared
+            result["mlp.gate.weight"] = (experts.count, hidden)
+            if experts.bias:
+                result["mlp.gate.expert_bias"] = (experts.count,)
+        for part, inner in parts.items():
             for name, shape in (
                 ("gate", (inner, hidden)),
                 ("up", (inner, hidden)),
                 ("down", (hidden, inner)),
             ):
-                result[at + f"mlp.{name}_proj.weight"] = shape
+                result[f"{part}{name}_proj.weight"] = shape
                 if self.mlp_bias:
-                    result[at + f"mlp.{name}_proj.bias"] = shape[:1]
+                    result[f"{part}{name}_proj.bias"] = shape[:1]
         return result
 
     @classmethod
@@ -239,7 +179,7 @@ class DecoderConfig:
         if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
             raise UnsupportedModel(f"the activation {act!r} is not supported; supported is silu")
         try:
-            return cls._read(config, architecture)
+            return cls._read(common(config, architecture), architecture)
         except KeyError as error:
             raise CorruptModel(f"config.json lacks {error.args[0]!r}") from error
         except (TypeError, ValueError) as error:
@@ -254,15 +194,12 @@ class DecoderConfig:
             kv_heads = 8 if architecture == "mistral" else heads
         head_dim = config.get("head_dim")
         if head_dim is None:
-            head_dim = 128 if architecture == "qwen3" else hidden // heads
+            head_dim = 128 if architecture in ("qwen3", "sdar") else hidden // heads
         context = int(config["max_position_embeddings"])
         turning = _rope_layers(config, architecture, layers)
-        biased = bool(config.get("attention_bias", False)) and architecture in (
-            "llama",
-            "qwen3",
-            "smollm3",
-        )
+        biased = bool(config.get("attention_bias", False)) and architecture in _MAY_BE_BIASED
         tied = config.get("tie_word_embeddings")
+        clip = config.get("clip_qkv") if architecture in ("olmoe", "lladamoe") else None
         return cls(
             architecture=architecture,
             vocab_size=int(config["vocab_size"]),
@@ -277,12 +214,36 @@ class DecoderConfig:
             rope=RopeConfig.from_hf(config, context, 2e6 if architecture == "smollm3" else 1e4),
             rope_layers=turning,
             windows=_windows(config, architecture, layers, turning),
-            qkv_bias=biased or architecture == "qwen2",
-            output_bias=biased,
+            qkv_bias=biased or architecture in _QKV_BIASED or bool(config.get("qkv_bias")),
+            output_bias=biased or bool(config.get("output_bias")),
             mlp_bias=bool(config.get("mlp_bias", False)) and architecture in ("llama", "smollm3"),
-            head_norms=architecture == "qwen3",
+            head_norms=_head_norms(config, architecture),
             tied=architecture == "smollm3" if tied is None else bool(tied),
+            wide_norms=architecture == "olmoe",
+            clip=None if clip is None else float(clip),
+            rotary=_rotary(config, architecture, int(head_dim)),
+            experts=read_experts(config, architecture, layers),
+            diffusion=read_diffusion(config, architecture),
         )
+
+
+def _head_norms(config: Mapping[str, Any], architecture: str) -> bool:
+    if architecture == "lladamoe":
+        return bool(config.get("qk_layernorm"))
+    if architecture == "llada2_moe":
+        return bool(config.get("use_qk_norm", True))
+    return architecture in ("qwen3", "qwen3_moe", "sdar", "olmoe")
+
+
+def _rotary(config: Mapping[str, Any], architecture: str, head_dim: int) -> int | None:
+    """How many dimensions of a head are turned."""
+    values = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    share = values.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    if share is None or float(share) == 1:
+        return None
+    if architecture not in _PARTIAL:
+        raise UnsupportedModel("partial rotary embeddings are not supported for this architecture")
+    return int(head_dim * float(share))
 
 
 def _rope_layers(config: Mapping[str, Any], architecture: str, layers: int) -> tuple[bool, ...]:
@@ -305,12 +266,14 @@ def _windows(
     if architecture == "mistral":
         size = config.get("sliding_window", 4096)
         return everywhere if size is None else (int(size),) * layers
-    if architecture == "llama" or not config.get("use_sliding_window", False):
+    if architecture not in _WINDOWED or not config.get("use_sliding_window", False):
         return everywhere
     size = config.get("sliding_window", None if architecture == "smollm3" else 4096)
     if size is None:
         return everywhere
     kinds = config.get("layer_types")
+    if architecture == "qwen3_moe":
+        return (int(size),) * layers
     if kinds is not None:
         if len(kinds) < layers:
             raise ValueError(f"layer_types names {len(kinds)} of {layers} layers")

@@ -1,4 +1,4 @@
-"""`Decoder`: one transformer for the Llama, Mistral, Qwen and SmolLM families.
+"""`Decoder`: one transformer for the Llama, Qwen and LLaDA families, autoregressive or not.
 
 It runs token graphs over a paged cache through operations whose rows do not depend on each other:
 a node gets the same bits alone, in a long prompt, in a tree or in a batch.
@@ -16,13 +16,13 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from outstride.core.contracts import CAUSAL, Work
+from outstride.core.contracts import Masking, Work
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.proposal import Proposal, Scores
 from outstride.core.sequence import Table
 from outstride.models import weights
 from outstride.models.config import DecoderConfig
-from outstride.ops.contract import LayerWeights, Model, Ops, Span, State, Wanted
+from outstride.ops.contract import ExpertWeights, LayerWeights, Model, Ops, Span, State, Wanted
 from outstride.ops.reference import Reference
 
 
@@ -90,44 +90,89 @@ def _take_layer(
 ) -> LayerWeights:
     """Takes a layer's tensors out of the dictionary."""
 
+    at = f"model.layers.{index}."
+
     def take(*names: str) -> torch.Tensor:
-        return weights.joined([tensors.pop(f"model.layers.{index}.{name}") for name in names])
+        return weights.joined([tensors.pop(at + name) for name in names])
 
     def maybe(present: bool, *names: str) -> torch.Tensor | None:
         return take(*names) if present else None
 
-    qkv = [f"self_attn.{name}_proj" for name in "qkv"]
+    def heads(kind: str) -> torch.Tensor:
+        q, k, v = (tensors.pop(f"{at}self_attn.{name}_proj.{kind}") for name in "qkv")
+        return weights.joined([*(weights.turned_first(part, config) for part in (q, k)), v])
+
+    def norm(name: str) -> torch.Tensor | None:
+        if not config.head_norms:
+            return None
+        return weights.joined([weights.turned_first(tensors.pop(f"{at}self_attn.{name}"), config)])
+
+    experts = config.experts if config.experts and config.experts.layers[index] else None
+    mlp, some = ("mlp.shared_experts", experts.shared > 0) if experts else ("mlp", True)
+    inner = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
     return LayerWeights(
         attention_norm=take("input_layernorm.weight"),
-        qkv=take(*(f"{name}.weight" for name in qkv)),
-        qkv_bias=maybe(config.qkv_bias, *(f"{name}.bias" for name in qkv)),
-        query_norm=maybe(config.head_norms, "self_attn.q_norm.weight"),
-        key_norm=maybe(config.head_norms, "self_attn.k_norm.weight"),
+        qkv=heads("weight"),
+        qkv_bias=heads("bias") if config.qkv_bias else None,
+        query_norm=norm("q_norm.weight"),
+        key_norm=norm("k_norm.weight"),
         output=take("self_attn.o_proj.weight"),
         output_bias=maybe(config.output_bias, "self_attn.o_proj.bias"),
         mlp_norm=take("post_attention_layernorm.weight"),
-        gate_up=take("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        gate_up_bias=maybe(config.mlp_bias, "mlp.gate_proj.bias", "mlp.up_proj.bias"),
-        down=take("mlp.down_proj.weight"),
-        down_bias=maybe(config.mlp_bias, "mlp.down_proj.bias"),
+        gate_up=take(*(f"{name}.weight" for name in inner)) if some else torch.empty(0, 0),
+        gate_up_bias=maybe(config.mlp_bias, *(f"{name}.bias" for name in inner)),
+        down=take(f"{mlp}.down_proj.weight") if some else torch.empty(0, 0),
+        down_bias=maybe(config.mlp_bias, f"{mlp}.down_proj.bias"),
+        experts=_take_experts(config, tensors, index) if experts else None,
+        clip=config.clip,
+    )
+
+
+def _take_experts(
+    config: DecoderConfig, tensors: dict[str, torch.Tensor], index: int
+) -> ExpertWeights:
+    """Takes the experts of a layer out of the dictionary."""
+
+    def take(*names: str) -> torch.Tensor:
+        return weights.joined([tensors.pop(f"model.layers.{index}.{name}") for name in names])
+
+    experts = config.experts
+    assert experts is not None
+    inner, outer = weights.expert_parts(config)
+    size, hidden = experts.size, config.hidden_size
+    return ExpertWeights(
+        routing=experts.routing,
+        router=take("mlp.gate.weight"),
+        bias=take("mlp.gate.expert_bias") if experts.bias else None,
+        gate_up=take(*(f"{name}.weight" for name in inner)).view(-1, 2 * size, hidden),
+        down=take(*(f"{name}.weight" for name in outer)).view(-1, hidden, size),
     )
 
 
 class Decoder:
-    """A causal decoder with a paged cache. Implements `core.contracts.Model`.
+    """A decoder with a paged cache. Implements `core.contracts.Model`.
 
-    `digest` names the weights that the operations work with.
+    Who sees whom is the graphs' affair: one pass may hold chains and masked blocks. `digest` names
+    the weights that the operations work with.
     """
 
     def __init__(
-        self, config: DecoderConfig, ops: Ops, digest: str, *, pages: int, page_size: int = 16
+        self,
+        config: DecoderConfig,
+        ops: Ops,
+        digest: str,
+        *,
+        pages: int,
+        page_size: int = 16,
+        masking: Masking | None = None,
     ) -> None:
         self.config = config
         self.ops = ops
         self.vocab_size = config.vocab_size
         self.layers = config.layers
         self.context = config.context
-        self.vision = CAUSAL
+        self.vision = config.vision
+        self.masking = masking
         self.page_size = page_size
         self.pages = pages
         self.digest = digest
@@ -145,8 +190,9 @@ class Decoder:
         page_size: int = 16,
         features: tuple[int, ...] = (),
         make_ops: Callable[[Model], Ops] = Reference,
+        masking: Masking | None = None,
     ) -> Decoder:
-        """From tensors named as in a Hugging Face checkpoint.
+        """From tensors named as in a Llama checkpoint of Hugging Face.
 
         They are taken out of the dictionary one by one, so that no second copy of the model exists
         at any time. `features` names layers whose entering states are stored beside the cache entry
@@ -166,7 +212,8 @@ class Decoder:
             page_size=page_size,
             features=features,
         )
-        return cls(config, make_ops(model), digest, pages=pages, page_size=page_size)
+        ops = make_ops(model)
+        return cls(config, ops, digest, pages=pages, page_size=page_size, masking=masking)
 
     def add_rows(self, rows: torch.Tensor) -> int:
         """Adds embedding rows (masks, prompt tokens); returns the id of the first."""

@@ -48,6 +48,12 @@ ALIASES = {
 }
 
 
+def shipped() -> dict[str, Path]:
+    """Models that are part of this package, and their folders."""
+    folder = Path(__file__).parent / "shipped"
+    return {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
+
+
 def cache_dir() -> Path:
     """Where fetched models are kept."""
     if own := os.environ.get("OUTSTRIDE_CACHE"):

@@ -191,7 +191,7 @@ def read_config(file: GgufFile) -> DecoderConfig:
     """Shapes and switches, from the metadata and from which tensors there are."""
     architecture = file.architecture
     if architecture not in _KNOWN:
-        raise unsupported(architecture)
+        raise unsupported(architecture, _KNOWN)
     if file.get("expert_count", 0):
         raise UnsupportedModel(f"{file.path} is a mixture of experts, which is not supported")
     layers, heads = int(file.need("block_count")), int(file.need("attention.head_count"))

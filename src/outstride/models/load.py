@@ -22,11 +22,12 @@ from outstride.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from outstride.models.fetch import ALIASES, cache_dir, fetch
+from outstride.models.fetch import ALIASES, cache_dir, fetch, shipped
 
 if TYPE_CHECKING:
     import torch
 
+    from outstride.core.contracts import Masking
     from outstride.models.config import DecoderConfig
     from outstride.models.decoder import Decoder
     from outstride.models.tokenizer import Tokenizer
@@ -34,14 +35,16 @@ if TYPE_CHECKING:
 
     ReadTensors: TypeAlias = Callable[[], dict[str, torch.Tensor]]
 
-WEIGHTS = ("auto", "int8", "fp32", "bf16")
+WEIGHTS = ("auto", "int8", "int4", "fp32", "bf16")
 """Formats that a pass can compute in."""
+_BITS = {"int8": 8, "int4": 4}
+"""Formats of the native kernels, and the bits of a layer's weights."""
 PAGE_SIZE = 16
 _POOL = 16_384
 """Tokens for which the cache has room by default, if two whole contexts are more."""
 _SHARE = 0.6
 """Of the free memory, what the cache may come to take."""
-_PATTERNS = ["*.json", "*.jinja", "*.safetensors"]
+_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "merges.txt"]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -61,7 +64,7 @@ class Loaded:
 
 def aliases() -> list[str]:
     """Names that need no path."""
-    return sorted(ALIASES)
+    return sorted([*ALIASES, *shipped()])
 
 
 def load(
@@ -73,17 +76,21 @@ def load(
 ) -> Loaded:
     """Finds, fetches if need be, checks and loads a model.
 
-    weights: the format to compute in, `int8` (native CPU kernels), `fp32` (torch, the reference) or
-    `bf16` (an NVIDIA card); `auto` takes int8 where the kernels were built and says so where they
-    were not.
+    weights: the format to compute in, `int8` or `int4` (native CPU kernels; int4 in groups of 32,
+    the head in int8), `fp32` (torch, the reference) or `bf16` (an NVIDIA card); `auto` takes int8
+    where the kernels were built and know the model's layers, and says so where it does not.
     """
+    from outstride.models.diffusion import masking_of
+
     chosen = choose_weights(weights)
     path = locate(name)
     config, read_tensors, tokenizer = _from_folder(path) if path.is_dir() else _from_gguf(path)
+    chosen = _if_it_can(chosen, config, asked=weights != "auto")
+    masking = masking_of(config.diffusion, tokenizer, config.vocab_size)
     if pages is None:
         pages = default_pages(config, features)
-    if chosen == "int8":
-        model = _converted(path, config, read_tensors, pages, features)
+    if chosen in _BITS and _built():
+        model = _converted(path, config, read_tensors, pages, features, masking, _BITS[chosen])
     else:
         from outstride.models.decoder import Decoder
 
@@ -94,6 +101,7 @@ def load(
             page_size=PAGE_SIZE,
             features=features,
             make_ops=_reference_or_card(chosen),
+            masking=masking,
         )
     context = min(config.context, pages * PAGE_SIZE)
     return Loaded(model=model, tokenizer=tokenizer, name=name, context=context, path=path)
@@ -105,6 +113,8 @@ def _converted(
     read_tensors: ReadTensors,
     pages: int,
     features: tuple[int, ...],
+    masking: Masking | None,
+    bits: int,
 ) -> Decoder:
     """A decoder on native kernels; its converted weights are kept, so that the next start is short.
 
@@ -119,30 +129,51 @@ def _converted(
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     about = {"source": f"{path.resolve()} {stats}", "config": repr(config)}
     name = hashlib.sha256(about["source"].encode()).hexdigest()[:16]
-    kept = cache_dir() / "converted" / f"{path.stem}-{name}.int8.safetensors"
+    kept = cache_dir() / "converted" / f"{path.stem}-{name}.int{bits}.safetensors"
 
     def made(weights: Weights, digest: str) -> Decoder:
         ops = Cpu(config, weights, slots=pages * PAGE_SIZE, page_size=PAGE_SIZE, features=features)
-        return Decoder(config, ops, digest, pages=pages, page_size=PAGE_SIZE)
+        return Decoder(config, ops, digest, pages=pages, page_size=PAGE_SIZE, masking=masking)
 
     if kept.is_file():
         try:
-            weights, known = Weights.read(kept, config, about)
+            weights, known = Weights.read(kept, config, about, bits)
             return made(weights, known["digest"])
         except CorruptModel:
             kept.unlink(missing_ok=True)
     packed: list[Weights] = []
 
     def pack(model: Model) -> Ops:
-        packed.append(Weights.pack(model))
+        packed.append(Weights.pack(model, bits))
         return Cpu(config, packed[0], slots=model.slots, page_size=PAGE_SIZE, features=features)
 
     decoder = Decoder.from_tensors(
-        config, read_tensors(), pages=pages, page_size=PAGE_SIZE, features=features, make_ops=pack
+        config,
+        read_tensors(),
+        pages=pages,
+        page_size=PAGE_SIZE,
+        features=features,
+        make_ops=pack,
+        masking=masking,
     )
     with contextlib.suppress(OSError):
         packed[0].write(kept, {**about, "digest": decoder.digest})
     return decoder
+
+
+def _if_it_can(weights: str, config: DecoderConfig, *, asked: bool) -> str:
+    """The format to compute in, if its operations know all that this model's layers do."""
+    if weights == "fp32" or config.plain:
+        return weights
+    if asked:
+        raise UnsupportedModel(
+            f"{weights} operations cannot run the layers of {config.architecture} models yet; "
+            "use weights fp32 or auto"
+        )
+    print(
+        f"the layers of {config.architecture} models run on torch in fp32 so far", file=sys.stderr
+    )
+    return "fp32"
 
 
 def _reference_or_card(weights: str) -> Callable[[Model], Ops]:
@@ -152,16 +183,32 @@ def _reference_or_card(weights: str) -> Callable[[Model], Ops]:
         return Cuda
     from outstride.ops.reference import Reference
 
-    return Reference
+    return _reference_of_groups if weights == "int4" else Reference
+
+
+def _reference_of_groups(model: Model) -> Ops:
+    """Where there are no kernels: weights rounded to int4, computed with in fp32."""
+    from outstride.ops.cpu.groups import round_layer
+    from outstride.ops.reference import Reference
+
+    for layer in model.layers:
+        round_layer(layer)
+    ops = Reference(model)
+    ops.name += ", layers rounded to int4"
+    return ops
+
+
+def _built() -> bool:
+    from outstride.ops.cpu import native
+
+    return native.library_path() is not None
 
 
 def choose_weights(weights: str) -> str:
     """The format to compute in, if this machine can."""
-    from outstride.ops.cpu import native
-
     if weights not in WEIGHTS:
         raise InvalidParams(f"weights are {', '.join(WEIGHTS)}; not {weights!r}")
-    built = native.library_path() is not None
+    built = _built()
     if weights == "int8" and not built:
         raise UnsupportedModel(
             "int8 weights need the native kernels, which were not built when Outstride was installed;"
@@ -173,8 +220,13 @@ def choose_weights(weights: str) -> str:
         if not available():
             raise UnsupportedModel(
                 "bf16 weights need an NVIDIA card that torch can see, and Triton; "
-                "on a CPU use weights int8 or fp32"
+                "on a CPU use weights int8, int4 or fp32"
             )
+    if weights == "int4" and not built:
+        print(
+            "no native kernels were built: int4 weights take the memory and time of fp32",
+            file=sys.stderr,
+        )
     if weights != "auto":
         return weights
     if not built:
@@ -198,6 +250,8 @@ def locate(name: str) -> Path:
     """The GGUF file or checkpoint folder that a name stands for."""
     if name in ALIASES:
         return fetch(name)
+    if name in (here := shipped()):
+        return here[name]
     path = Path(name).expanduser()
     if path.is_dir():
         packed = sorted(path.glob("*.gguf"))
@@ -212,7 +266,7 @@ def locate(name: str) -> Path:
         raise ModelNotFound(f"there is no file or folder {name}")
     if _HUB_ID.fullmatch(name):
         return _from_hub(name)
-    close = difflib.get_close_matches(name, ALIASES, n=1, cutoff=0.4)
+    close = difflib.get_close_matches(name, aliases(), n=1, cutoff=0.4)
     guess = f"did you mean {close[0]!r}? " if close else ""
     raise ModelNotFound(
         f"there is no model {name!r}: {guess}name one of {', '.join(aliases())}, a GGUF file, "

@@ -13,23 +13,6 @@ from outstride.errors import CorruptModel, InvalidPrompt, UnsupportedModel
 if TYPE_CHECKING:
     import tokenizers
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_SPLITS = {
-    "smollm": (r"\p{N}", _GPT2),
-    "gpt-2": (_GPT2,),
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
-    "llama-bpe": (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",),
-    "qwen2": (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",),
-}
-"""How text is cut before merging, by the name that GGUF files use."""
-
-_UNKNOWN, _CONTROL, _USER, _BYTE = 2, 3, 4, 6
-"""Kinds of tokens in GGUF files that matter here."""
-_SPACE = "▁"
-
 
 @lru_cache(maxsize=1)
 def _byte_of() -> dict[str, int]:
@@ -42,8 +25,9 @@ def _byte_of() -> dict[str, int]:
 class Tokenizer:
     """Built by `from_folder` or `from_gguf`.
 
-    eos_ids: every id that ends a text; chat_template: the model's own, if it has one;
-    named: texts of special tokens (`bos_token`, `eos_token`, …) for the template.
+    eos_ids: every id that ends a text; mask_id: the one that stands for a gap, if there is one;
+    chat_template: the model's own, if it has one; named: texts of special tokens
+    (`bos_token`, `eos_token`, …) for the template.
     """
 
     def __init__(
@@ -52,6 +36,7 @@ class Tokenizer:
         *,
         bos_id: int | None = None,
         eos_ids: Iterable[int] = (),
+        mask_id: int | None = None,
         chat_template: str | None = None,
         named: Mapping[str, str] | None = None,
         prepend: Sequence[int] = (),
@@ -60,6 +45,7 @@ class Tokenizer:
         self._backend = backend
         self.bos_id = bos_id
         self.eos_ids = frozenset(eos_ids)
+        self.mask_id = mask_id
         self.chat_template = chat_template
         self.named = dict(named or {})
         self._prepend, self._append = list(prepend), list(append)
@@ -159,7 +145,7 @@ class Tokenizer:
         if self._style == "spaces":
             if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
                 return bytes([int(text[3:5], 16)])
-            return text.replace(_SPACE, " ").encode()
+            return text.replace("▁", " ").encode()
         return str(self._backend.decode([token])).encode()
 
     @cached_property
@@ -170,22 +156,12 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """From `tokenizer.json` and the configuration files beside it."""
-        import tokenizers
-
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise UnsupportedModel(f"{folder} has no tokenizer.json, which is needed")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:
-            raise CorruptModel(f"{path} cannot be read: {error}") from error
-        backend.no_truncation()
-        backend.no_padding()
+        """From `tokenizer.json`, or vocabulary and merges, and the configuration beside them."""
         config = read_json(folder / "tokenizer_config.json")
+        backend = _folder_backend(folder, config)
         special = read_json(folder / "special_tokens_map.json")
         named = {}
-        for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        for key in ("bos_token", "eos_token", "pad_token", "unk_token", "mask_token"):
             value = config.get(key, special.get(key))
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
@@ -202,6 +178,7 @@ class Tokenizer:
             backend,
             bos_id=bos,
             eos_ids=ends,
+            mask_id=_mask_id(backend, named.get("mask_token")),
             chat_template=_folder_template(folder, config),
             named=named,
         )
@@ -209,6 +186,7 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """From the vocabulary, merges or scores, and kinds of tokens that a GGUF file holds."""
+        from outstride.models.vocabulary import byte_level, mark_special, with_scores
 
         def get(key: str, default: Any = None) -> Any:
             return metadata.get(f"tokenizer.ggml.{key}", default)
@@ -221,15 +199,15 @@ class Tokenizer:
             raise CorruptModel(f"{len(tokens)} tokens but {len(kinds)} kinds of tokens")
         pre = str(get("pre", "default"))
         if model == "gpt2":
-            backend = _byte_level(tokens, get("merges") or [], pre)
+            backend = byte_level({t: i for i, t in enumerate(tokens)}, get("merges") or [], pre)
         elif model == "llama":
             space = bool(get("add_space_prefix", True))
-            backend = _with_scores(tokens, get("scores") or [], kinds, space)
+            backend = with_scores(tokens, get("scores") or [], kinds, space)
         else:
             raise UnsupportedModel(
                 f"the tokenizer {model!r} is not supported; supported are gpt2 and llama"
             )
-        _mark_special(backend, tokens, kinds)
+        mark_special(backend, tokens, kinds)
         bos, eos = get("bos_token_id"), get("eos_token_id")
         add_bos = bool(get("add_bos_token", model == "llama" or pre == "llama-bpe"))
         named = {}
@@ -262,6 +240,42 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def _folder_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    path, merges = folder / "tokenizer.json", folder / "merges.txt"
+    if not path.is_file():
+        if not merges.is_file() or not (folder / "vocab.json").is_file():
+            raise UnsupportedModel(f"{folder} has no tokenizer.json, which is needed")
+        from outstride.models.vocabulary import from_merges
+
+        return from_merges(
+            read_json(folder / "vocab.json"),
+            merges.read_text(encoding="utf-8"),
+            config,
+            read_json(folder / "added_tokens.json"),
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise CorruptModel(f"{path} cannot be read: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _mask_id(backend: tokenizers.Tokenizer, named: str | None) -> int | None:
+    """The mask by the name that the configuration gives it, or the one added token called a mask."""
+    if named is not None:
+        return backend.token_to_id(named)
+    found = [
+        token
+        for token, added in backend.get_added_tokens_decoder().items()
+        if "".join(filter(str.isalpha, added.content)).lower().endswith("mask")
+    ]
+    return found[0] if len(found) == 1 else None
+
+
 def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
@@ -273,91 +287,6 @@ def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         by_name = {entry["name"]: entry["template"] for entry in template}
         template = by_name.get("default") or next(iter(by_name.values()), None)
     return template if isinstance(template, str) else None
-
-
-def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: str) -> tokenizers.Tokenizer:
-    import tokenizers
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
-
-    if pre not in _SPLITS:
-        raise UnsupportedModel(
-            f"the pre-tokenizer {pre!r} is not supported; "
-            f"supported are {', '.join(sorted(_SPLITS))}"
-        )
-    pairs: list[Any] = [tuple(merge.split(" ", 1)) for merge in merges]
-    try:
-        model = models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
-            merges=pairs,
-            ignore_merges=pre == "llama-bpe",
-        )
-    except Exception as error:
-        raise CorruptModel(f"vocabulary and merges do not fit together: {error}") from error
-    backend = tokenizers.Tokenizer(model)
-    cuts = [
-        pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
-        for pattern in _SPLITS[pre]
-    ]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
-def _with_scores(
-    tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int], space: bool
-) -> tokenizers.Tokenizer:
-    """SentencePiece BPE: a pair merges the earlier, the higher the score of what it makes."""
-    import tokenizers
-    from tokenizers import decoders, models, normalizers
-
-    if len(scores) != len(tokens):
-        raise CorruptModel(f"{len(tokens)} tokens but {len(scores)} scores")
-    vocab = {token: i for i, token in enumerate(tokens)}
-    ranked = []
-    for i, token in enumerate(tokens):
-        if kinds[i] in (_UNKNOWN, _CONTROL, _BYTE):
-            continue
-        for cut in range(1, len(token)):
-            left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
-            if left is not None and right is not None:
-                ranked.append((-scores[i], i, left, right))
-    ranked.sort()
-    unknown = next((tokens[i] for i, kind in enumerate(kinds) if kind == _UNKNOWN), None)
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=[(tokens[left], tokens[right]) for _, _, left, right in ranked],
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    steps: list[Any] = [normalizers.Prepend(_SPACE)] if space else []
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace(_SPACE, " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1 if space else 0, 0),
-        ]
-    )
-    return backend
-
-
-def _mark_special(
-    backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]
-) -> None:
-    from tokenizers import AddedToken
-
-    control = [tokens[i] for i, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)]
-    user = [tokens[i] for i, kind in enumerate(kinds) if kind == _USER]
-    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in control])
-    backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in user])
 
 
 def _compile(source: str) -> Any:

@@ -14,12 +14,12 @@ draft model that often agrees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from outstride.core.contracts import CAUSAL, Done, Pending, Vision, Work
+from outstride.core.contracts import CAUSAL, Done, Masking, Pending, Vision, Work
 from outstride.core.graph import FloatArray, IntArray, Mixture, TokenGraph
 from outstride.core.proposal import Scores
 from outstride.core.select import select
@@ -63,6 +63,7 @@ class Toy:
         pages: int = 64,
         page_size: int = 4,
         vision: Vision = CAUSAL,
+        masking: Masking | None = None,
         accent: int = 0,
         habit: float = 5.5,
     ) -> None:
@@ -72,6 +73,7 @@ class Toy:
         self.pages = pages
         self.page_size = page_size
         self.vision = vision
+        self.masking = masking
         self.fingerprint = f"toy-{accent}"
         self._accent = accent
         self._habit = habit
@@ -161,10 +163,12 @@ class Toy:
     def _slot(self, table: Table, entry: int) -> int:
         return table.pages[entry // self.page_size] * self.page_size + entry % self.page_size
 
-    def check(self, table: Table, tokens: Sequence[int]) -> None:
+    def check(
+        self, table: Table, tokens: Sequence[int] | Mapping[int, int], block: int | None = None
+    ) -> None:
         """Raises IntegrityError at the first kept entry that is not what honest reading would give.
 
-        `tokens` are by position and must reach every kept one.
+        `tokens` are by position and must reach every kept one; `block` says how they were read.
         """
         kept = table.positions[: len(table) - table.stale]
         if not kept:
@@ -175,8 +179,8 @@ class Toy:
         inputs = _mix(graph_inputs ^ _mix(positions.astype(np.uint64), 2), 5)
         order = np.arange(len(kept))
         sees = order[None, :] <= order[:, None]
-        if self.vision.block is not None:
-            blocks = positions // self.vision.block
+        if block is not None:
+            blocks = positions // block
             sees = blocks[None, :] <= blocks[:, None]
         saw = _mix(inputs + _together(sees, inputs), 7)
         for i, position in enumerate(kept):

@@ -16,15 +16,24 @@ from outstride.models.config import DecoderConfig
 _JOINED = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
 )
 
 
+def expert_parts(config: DecoderConfig) -> tuple[list[str], list[str]]:
+    """The matrices of a layer's experts in the order in which they are joined: in, and out."""
+    each = range(config.experts.count if config.experts else 0)
+    within = [f"mlp.experts.{i}.{name}_proj" for i in each for name in ("gate", "up")]
+    return within, [f"mlp.experts.{i}.down_proj" for i in each]
+
+
 def allocate(config: DecoderConfig) -> dict[str, torch.Tensor]:
-    """Uninitialised tensors under their checkpoint names; those to be joined are neighbours."""
+    """Uninitialised tensors under their common names; those to be joined are neighbours."""
     shapes = config.shapes()
     result: dict[str, torch.Tensor] = {}
+    joint = (*_JOINED, *(parts for parts in expert_parts(config) if parts))
     for layer in range(config.layers):
-        for group in _JOINED:
+        for group in joint:
             for kind in ("weight", "bias"):
                 names = [f"model.layers.{layer}.{name}.{kind}" for name in group]
                 if names[0] in shapes:
@@ -53,6 +62,21 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if first.dtype == torch.float32 and first.is_contiguous() and first.data_ptr() % 64 == 0:
         return first
     return torch.empty(first.shape).copy_(first)
+
+
+def turned_first(heads: torch.Tensor, config: DecoderConfig) -> torch.Tensor:
+    """Rows of heads in an order in which the halves of each are turned against each other.
+
+    Where only the first dimensions of a head are turned, the others are dealt to both halves, to
+    rest there. Queries and keys are reordered alike, which no product of the two notices.
+    """
+    size, turned = config.head_dim, config.rotary
+    if turned is None or turned == size:
+        return heads
+    order = torch.arange(size)
+    moving, resting = order[:turned].view(2, -1), order[turned:].view(2, -1)
+    order = torch.cat([moving, resting], dim=1).view(-1)
+    return heads.view(-1, size, *heads.shape[1:])[:, order].reshape(heads.shape)
 
 
 def _neighbours(parts: Sequence[torch.Tensor]) -> bool:

@@ -19,6 +19,7 @@ from outstride.core.contracts import Work
 from outstride.core.graph import FloatArray, IntArray, TokenGraph
 from outstride.core.proposal import Proposal, Scores
 from outstride.core.sequence import Table
+from outstride.ops.routing import Routing
 
 State: TypeAlias = Any
 """Rows of hidden states, in whatever form an implementation keeps them."""
@@ -56,8 +57,25 @@ class Shape(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The experts of one layer: [experts, out, in] matrices, and the router that chooses them."""
+
+    routing: Routing
+    router: torch.Tensor
+    bias: torch.Tensor | None
+    """Added to the scores by which experts are chosen."""
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one layer in float32; matrices that share their input are one matrix."""
+    """The weights of one layer in float32; matrices that share their input are one matrix.
+
+    Where there are experts, the MLP beside them is the part that all rows go through; it may have
+    no rows. The last two fields are for models whose config is not `plain`: implementations that
+    do not know them are never given one.
+    """
 
     attention_norm: torch.Tensor
     qkv: torch.Tensor
@@ -71,6 +89,9 @@ class LayerWeights:
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
+    experts: ExpertWeights | None = None
+    clip: float | None = None
+    """What queries, keys and values are cut to, on both sides."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ import torch
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.proposal import Scores
 from outstride.core.select import select
-from outstride.ops.contract import Model, Ops, Span, Wanted
+from outstride.ops.contract import ExpertWeights, Model, Ops, Span, Wanted
 from outstride.ops.plan import KEYS, ROWS, Plan, plan
+from outstride.ops.routing import Routing
 
 TILE = 16
 """Rows of every matrix product. One row costs what sixteen cost, and gets the same bits."""
@@ -30,6 +31,8 @@ WIDTH = 8192
 SPARE = 4
 """Columns of ones behind each cached value: the product with them is the sum of the weights."""
 
+_TINY = 1e-20
+"""Keeps a sum of weights that are all zero from dividing by zero."""
 _FLOOR = -1e30
 """Stands in for the maximum of a block in which a row sees nothing."""
 
@@ -70,6 +73,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * mean.add_(eps).rsqrt_() * weight
 
 
+def head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Norms of [rows, heads, head_dim]: per head, or over all heads if there is a weight for each."""
+    if len(weight) == x.shape[-1]:
+        return rms_norm(x.contiguous(), weight, eps)
+    return rms_norm(x.reshape(len(x), -1), weight, eps).view(x.shape)
+
+
 def rope_tables(
     positions: torch.Tensor, inverse: torch.Tensor, factor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,6 +97,56 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """gate * sigmoid(gate) * up; written out, because the library's own treats tails apart."""
     return (gate / (gate.neg().exp_().add_(1.0))).mul_(up)
+
+
+def row_sum(x: torch.Tensor) -> torch.Tensor:
+    """The sum of each row, [rows, 1], as a product with ones. `x` has whole tiles of rows."""
+    return linear(x, x.new_ones(TILE, x.shape[-1]))[:, :1]
+
+
+def ranked(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The places of the `count` highest scores of each row; ties: the lowest place first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def route(
+    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each row and their weights, both [rows, per_token], best first."""
+    if routing.sigmoid:
+        scores = 1.0 / logits.neg().exp_().add_(1.0)
+    else:
+        powers = (logits - logits.amax(dim=-1, keepdim=True)).exp_()
+        scores = powers / row_sum(powers)
+    rated = scores if bias is None else scores + bias
+    if routing.groups_kept < routing.groups:
+        members = rated.view(len(rated), routing.groups, -1)
+        best = members.sort(dim=-1, descending=True).values
+        kept = ranked(best[..., :2].sum(dim=-1), routing.groups_kept)
+        shut = torch.ones_like(members[..., 0]).scatter_(1, kept, 0.0).bool()
+        choice = members.masked_fill(shut.unsqueeze(-1), -math.inf).view_as(rated)
+    else:
+        choice = rated
+    chosen = ranked(choice, routing.per_token)
+    weights = (rated if routing.biased else scores).gather(1, chosen)
+    if routing.normalized:
+        total = weights[:, :1].clone()
+        for place in range(1, routing.per_token):
+            total += weights[:, place : place + 1]
+        weights = weights / (total + _TINY)
+    return chosen, weights * routing.scale
+
+
+def through_experts(x: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
+    """Each row through its own experts; their results are added in the order of the experts."""
+    result = torch.zeros_like(x)
+    chosen, shares = route(linear(x, weights.router), weights.bias, weights.routing)
+    for expert in torch.unique(chosen).tolist():
+        rows, place = torch.where(chosen == expert)
+        gate, up = linear(pad(x[rows]), weights.gate_up[expert]).chunk(2, dim=-1)
+        states = linear(silu_mul(gate, up), weights.down[expert])[: len(rows)]
+        result.index_add_(0, rows, states * shares[rows, place, None])
+    return result
 
 
 def attention(
@@ -233,8 +293,10 @@ class Reference(Ops):
         qkv = linear(normed, weights.qkv, weights.qkv_bias).view(rows, -1, size)
         q, k, v = qkv.split_with_sizes([shape.heads, kv_heads, kv_heads], dim=1)
         if weights.query_norm is not None and weights.key_norm is not None:
-            q = rms_norm(q.contiguous(), weights.query_norm, eps)
-            k = rms_norm(k.contiguous(), weights.key_norm, eps)
+            q = head_norm(q, weights.query_norm, eps)
+            k = head_norm(k, weights.key_norm, eps)
+        if weights.clip is not None:
+            q, k, v = (part.clamp(-weights.clip, weights.clip) for part in (q, k, v))
         if shape.rope_layers[layer]:
             q, k = rope(q, batch.cos, batch.sin), rope(k, batch.cos, batch.sin)
         keys, values, count = self._keys[layer], self._values[layer], len(batch.slots)
@@ -263,6 +325,10 @@ class Reference(Ops):
     def mlp(self, layer: int, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         weights = self._layers[layer]
         normed = rms_norm(x, weights.mlp_norm, self._shape.norm_eps)
+        if weights.experts is not None:
+            x = x + through_experts(normed, weights.experts)
+            if not len(weights.gate_up):
+                return x
         gate, up = linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
         return x + linear(silu_mul(gate, up), weights.down, weights.down_bias)
 

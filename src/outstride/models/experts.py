@@ -1,0 +1,126 @@
+"""`Experts`: what the config of a checkpoint says of its mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outstride.errors import CorruptModel
+from outstride.ops.routing import Routing
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Which layers have experts, how many and how large they are, and how rows choose theirs.
+
+    shared: the width of the part that all rows go through beside their experts; 0 for none.
+    bias: whether the choice is shifted by a stored bias.
+    """
+
+    layers: tuple[bool, ...]
+    count: int
+    size: int
+    routing: Routing
+    shared: int = 0
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        routing = self.routing
+        if not 0 < routing.per_token <= self.count:
+            raise CorruptModel(f"a row cannot choose {routing.per_token} of {self.count} experts")
+        if routing.groups < 1 or self.count % routing.groups:
+            raise CorruptModel(f"{self.count} experts cannot form {routing.groups} groups")
+        room = self.count // routing.groups * routing.groups_kept
+        if not 0 < routing.groups_kept <= routing.groups or room < routing.per_token:
+            raise CorruptModel(
+                f"a row cannot choose {routing.per_token} experts from {routing.groups_kept} of "
+                f"{routing.groups} groups"
+            )
+
+
+def read_experts(config: Mapping[str, Any], architecture: str, layers: int) -> Experts | None:
+    """The experts of an architecture that has them, by the names that its config uses."""
+    reader = _READERS.get(architecture)
+    return None if reader is None else reader(config, layers)
+
+
+def _qwen3_moe(config: Mapping[str, Any], layers: int) -> Experts | None:
+    dense = set(config.get("mlp_only_layers") or ())
+    every = int(config.get("decoder_sparse_step") or 1)
+    sparse = tuple(i not in dense and (i + 1) % every == 0 for i in range(layers))
+    if not _count(config) or not any(sparse):
+        return None
+    return Experts(
+        layers=sparse,
+        count=_count(config),
+        size=int(config["moe_intermediate_size"]),
+        routing=_softmax(config),
+    )
+
+
+def _olmoe(config: Mapping[str, Any], layers: int) -> Experts:
+    return Experts(
+        layers=(True,) * layers,
+        count=_count(config),
+        size=int(config["intermediate_size"]),
+        routing=_softmax(config),
+    )
+
+
+def _count(config: Mapping[str, Any]) -> int:
+    """How many experts there are; newer libraries write it under another name."""
+    newer = config.get("num_local_experts")
+    return int(config["num_experts"] if newer is None else newer)
+
+
+def _softmax(config: Mapping[str, Any]) -> Routing:
+    return Routing(
+        per_token=int(config["num_experts_per_tok"]),
+        normalized=bool(config.get("norm_topk_prob", False)),
+    )
+
+
+def _lladamoe(config: Mapping[str, Any], layers: int) -> Experts:
+    """Its code takes softmax weights as they are, bias included, whatever else the config says."""
+    sparse = tuple(bool(flag) for flag in config["moe_layer_freq"])
+    if len(sparse) < layers:
+        raise ValueError(f"moe_layer_freq names {len(sparse)} of {layers} layers")
+    return Experts(
+        layers=sparse[:layers],
+        count=_count(config),
+        size=int(config["expert_intermediate_size"]),
+        routing=Routing(per_token=int(config["num_experts_per_tok"]), biased=True),
+        shared=int(config.get("shared_expert_intermediate_size") or 0),
+        bias=bool(config.get("moe_router_enable_expert_bias")),
+    )
+
+
+def _llada2(config: Mapping[str, Any], layers: int) -> Experts | None:
+    first, size = int(config.get("first_k_dense_replace") or 0), config["moe_intermediate_size"]
+    if first >= layers:
+        return None
+    per_token = int(config["num_experts_per_tok"])
+    return Experts(
+        layers=tuple(layer >= first for layer in range(layers)),
+        count=_count(config),
+        size=int(size),
+        routing=Routing(
+            per_token=per_token,
+            sigmoid=True,
+            normalized=per_token > 1,
+            scale=float(config.get("routed_scaling_factor", 2.5)),
+            groups=int(config.get("n_group", 8)),
+            groups_kept=int(config.get("topk_group", 4)),
+        ),
+        shared=int(size) * int(config.get("num_shared_experts") or 0),
+        bias=True,
+    )
+
+
+_READERS = {
+    "qwen3_moe": _qwen3_moe,
+    "olmoe": _olmoe,
+    "lladamoe": _lladamoe,
+    "llada2_moe": _llada2,
+}
