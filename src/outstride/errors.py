@@ -9,6 +9,7 @@ OutstrideError
 ├── RequestError              one request is wrong; others are not touched
 │   ├── InvalidParams         a sampling value out of range
 │   ├── InvalidPrompt         empty, or longer than the context
+│   ├── InvalidGrammar        a schema or grammar that cannot be read or followed
 │   ├── UnknownMethod         no method of that name, or an option it does not have
 │   ├── VocabularyMismatch    a draft model that speaks another vocabulary
 │   └── OutOfMemory           the request alone needs more cache than there is
@@ -53,6 +54,10 @@ class InvalidParams(RequestError):
 
 class InvalidPrompt(RequestError):
     """The prompt is empty, holds unknown token ids, or does not fit into the context."""
+
+
+class InvalidGrammar(RequestError):
+    """A schema, a regular expression or a grammar cannot be read, or asks for what is not supported."""
 
 
 class UnknownMethod(RequestError):

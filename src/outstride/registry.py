@@ -42,6 +42,7 @@ class Entry:
     family: str
     summary: str
     exactness: Exactness
+    exact_to: str
     needs: tuple[str, ...]
     paper: str
     cost: str
@@ -68,6 +69,12 @@ def _describe(cls: type) -> dict[str, str]:
             value.append(line.strip())
         found[name] = " ".join(value)
     return found
+
+
+def _exact_to(text: str) -> str:
+    """Whose text it returns: `exact to steps`; plain decoding's unless it says otherwise."""
+    words = text.split()
+    return words[2].strip(".,;") if words[:2] == ["exact", "to"] else "plain"
 
 
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
@@ -102,6 +109,7 @@ def method(name: str, *, family: str, acceptor: str = "match") -> Callable[[D], 
             family=family,
             summary=about["summary"],
             exactness=Exactness(about["Exactness"].split()[0].strip(".,;")),
+            exact_to=_exact_to(about["Exactness"]),
             needs=() if needs == "nothing" else tuple(x.strip() for x in needs.split(",")),
             paper=about["Paper"],
             cost=about["Cost per step"],
@@ -156,9 +164,14 @@ def parse(spec: str) -> tuple[Entry, dict[str, Any]]:
     found = entry(name.strip())
     known = {option.name: option for option in found.options}
     values: dict[str, Any] = {}
+    last: Option | None = None
     for part in filter(None, (p.strip() for p in rest.split(","))):
         key, equals, text = part.partition("=")
         option = known.get(key.strip())
+        if (option is None or not equals) and last is not None and last.type is str:
+            values[last.name] += "," + part  # a comma within a text
+            continue
+        last = option
         if option is None or not equals:
             raise UnknownMethod(
                 f"method {found.name!r} has no option {key.strip()!r}"
@@ -170,6 +183,19 @@ def parse(spec: str) -> tuple[Entry, dict[str, Any]]:
             f"method {found.name!r} needs {missing[0]}: write {found.name}:{missing[0]}=…"
         )
     return found, values
+
+
+def baseline(spec: str) -> str:
+    """What a method is compared with: what it is exact to, with the options that both have.
+
+    A lossy method for masked models is compared with `steps`, every other one with `plain`.
+    """
+    found, values = parse(spec)
+    masked = bool(found.drafter.fills) and found.exact_to == "plain"
+    name = "steps" if masked else found.exact_to
+    shared = {option.name for option in entry(name).options} & set(values)
+    options = ",".join(f"{key}={values[key]}" for key in values if key in shared)
+    return f"{name}:{options}" if options else name
 
 
 def _convert(name: str, option: Option, text: str) -> Any:
@@ -201,5 +227,6 @@ def build(spec: str, **given: Any) -> Method:
         drafter=drafter,
         acceptor=judge(**{name: value for name, value in known.items() if name in wanted}),
         exactness=found.exactness,
+        exact_to=found.exact_to,
         spec=spec,
     )

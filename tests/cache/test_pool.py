@@ -120,13 +120,14 @@ def test_stale_entries_stay_until_their_position_is_computed_again() -> None:
 
 
 def test_block_models_reuse_whole_blocks_only() -> None:
-    pool = PagePool(16, 2, block=4)
+    pool = PagePool(16, 2)
     store, tokens = Store(pool), list(range(20, 30))
-    table = pool.open(tokens)
+    table = pool.open(tokens, block=4)
     store.extend(table, tokens)
-    pool.publish(table, tokens)
-    assert len(pool.open(tokens)) == 8
-    assert len(pool.open(tokens[:8])) == 4
+    pool.publish(table, tokens, block=4)
+    assert len(pool.open(tokens, block=4)) == 8
+    assert len(pool.open(tokens[:8], block=4)) == 4
+    assert len(pool.open(tokens)) == len(pool.open(tokens, block=2)) == 0, "read in another way"
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outstride import registry
-from outstride.core.contracts import CAUSAL, Exactness, Method, Vision
+from outstride.core.contracts import CAUSAL, FULL, Exactness, Masking, Method, Vision
 from outstride.core.params import SamplingParams
 from outstride.core.sequence import Sequence
 from outstride.engine.cost import Cost
@@ -21,6 +21,10 @@ from outstride.models.toy import Toy
 registry.discover()
 
 VOCABULARY = 24
+MASK = VOCABULARY
+BOTH = Masking(MASK, block=4, shifted=False, causal=True)
+BLOCKS = Masking(MASK, block=4, shifted=True, causal=False)
+CANVAS = Masking(MASK, block=None, shifted=False, causal=False)
 END = 0
 LETTERS = "#abcdefghijklmnopqrstuvwxyz"
 PLAIN = registry.build("plain")
@@ -45,15 +49,18 @@ class Bench:
     nodes: int = 64
     sequences: int = 64
     vision: Vision = CAUSAL
+    masking: Masking | None = BOTH
     draft_pages: int | None = None
     cost: Mapping[int, float] = field(default_factory=lambda: {1: 1.0, 64: 1.2})
     """What a pass is said to cost: a curve that is measured would differ from run to run."""
+    shake: int = 0
+    """After how many steps somebody loses all pages, again and again; 0: never."""
     steps: int = 0
 
     def __post_init__(self) -> None:
-        self.target = Toy(pages=self.pages, vision=self.vision)
+        self.target = Toy(pages=self.pages, vision=self.vision, masking=self.masking)
         draft = Toy(accent=1, pages=self.draft_pages or self.pages)
-        self.toys: Mapping[str, Toy] = {"target": self.target, "draft": draft}
+        self.toys: dict[str, Toy] = {"target": self.target, "draft": draft}
         self.engine = Engine(
             self.toys,
             limits=Limits(nodes=self.nodes, sequences=self.sequences),
@@ -64,15 +71,27 @@ class Bench:
         self.texts: dict[int, str] = {}
         self.tokens: dict[int, list[int]] = {}
 
+    def invite(self, method: Method) -> None:
+        """Brings in a masked model that a method asks for: most need none, and checks cost time."""
+        for name in set(method.drafter.models) - set(self.toys):
+            vision, masking = {"blocks": (Vision(4), BLOCKS), "canvas": (FULL, CANVAS)}[name]
+            size = self.draft_pages or self.pages
+            self.toys[name] = Toy(accent=1, pages=size, vision=vision, masking=masking)
+            self.engine.passes.add(name, self.toys[name])
+
     def step(self) -> None:
         self.steps += 1
         assert self.steps < 20_000, "the engine does not come to an end"
+        running = self.engine.scheduler.running
+        if self.shake and self.steps % self.shake == 0 and running:
+            self.engine.scheduler.preempt(running[self.steps % len(running)])
         self.engine.step(self._hear)
         self.engine.check_integrity()
         for sequence in self.engine.scheduler:
             known = {**dict(enumerate(sequence.tokens)), **sequence.canvas}
             for name, table in sequence.tables.items():
-                self.toys[name].check(table, known)  # type: ignore[arg-type]
+                vision = self.engine.passes.vision(name, sequence.method.drafter)
+                self.toys[name].check(table, known, vision.block)
 
     def _hear(self, news: list[Progress]) -> None:
         for progress in news:
@@ -94,6 +113,8 @@ class Bench:
         count = len(prompts)
         method_of = [methods] * count if isinstance(methods, Method) else methods
         params_of = [params] * count if isinstance(params, SamplingParams) else params
+        for method in method_of:
+            self.invite(method)
         sequences = [
             self.engine.submit(list(p), q, m, **extra)
             for p, m, q in zip(prompts, method_of, params_of, strict=True)

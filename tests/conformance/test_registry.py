@@ -11,6 +11,7 @@ import pytest
 from outstride import registry
 from outstride.core.contracts import Exactness, Method
 from outstride.core.params import SamplingParams
+from outstride.core.proposal import TARGET
 from outstride.core.sampling import Purpose, probabilities
 from outstride.engine.rules import draw_of
 from tests.accept.chi_square import p_value
@@ -53,14 +54,21 @@ VARIANTS = {
     "rooted": ["rooted:model=draft", "rooted:model=draft,length=2,width=2"],
     "entropy-switch": ["entropy-switch:model=draft,entropy=2.4"],
     "confident": ["confident:sure=0.2", "confident:length=1,pad=3,sure=0.1"],
+    "diffuse": [
+        "diffuse:model=blocks",
+        "diffuse:model=canvas,length=5,width=3,nodes=9,pair=0.2",
+        "diffuse:model=blocks,passes=2,length=6,pair=0",
+    ],
+    "self-diffuse": ["self-diffuse", "self-diffuse:length=3"],
 }
-"""Each method with options that matter; a method that is missing here is tried with none."""
+"""Each method with options that matter; a method that is missing here is tried with none. Methods
+that fill in masks have tests of their own."""
 
 
 def variants(exactness: Exactness) -> list[str]:
     specs: list[str] = []
     for entry in registry.entries():
-        if entry.exactness is exactness:
+        if entry.exactness is exactness and TARGET not in entry.drafter.fills:
             specs += VARIANTS.get(entry.name, [entry.name])
     return specs
 

@@ -12,7 +12,7 @@ import pytest
 
 from outstride import registry
 from outstride.accept.match import Match
-from outstride.core.contracts import FULL, Exactness, Method, Vision
+from outstride.core.contracts import FULL, Exactness, Masking, Method, Vision
 from outstride.core.graph import BoolArray
 from outstride.core.params import SamplingParams
 from tests.conformance import toy_methods as toys
@@ -39,7 +39,10 @@ BLOCK_SHAPES: dict[str, Callable[[], Method]] = {
     "rival blocks": lambda: toy_method(toys.RivalBlocks(), toys.VerifyRivals()),
     "pipeline": lambda: toy_method(toys.Pipeline(), toys.Unmask(4), Exactness.LOSSY),
 }
-BLOCKS = Vision(block=4)
+BLOCKS: dict[str, Any] = {
+    "vision": Vision(block=4),
+    "masking": Masking(toys.MASK, block=4, shifted=False, causal=False),
+}
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -144,17 +147,17 @@ def test_blocks_do_not_depend_on_company(shape: str, sampling: str) -> None:
     else:
         limits = [{}, {"nodes": 18}, {"pages": 28, "nodes": 40}]
     method = BLOCK_SHAPES[shape]()
-    expected = [alone(p, params, method, vision=BLOCKS) for p in prompts]
+    expected = [alone(p, params, method, **BLOCKS) for p in prompts]
     for limit in limits:
-        found = Bench(vision=BLOCKS, **limit).run(prompts, BLOCK_SHAPES[shape](), params)
+        found = Bench(**BLOCKS, **limit).run(prompts, BLOCK_SHAPES[shape](), params)
         assert [s.output for s in found] == expected
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 def test_rival_blocks_are_exact_to_single_steps(sampling: str) -> None:
     prompts, params = some_prompts(14, 10), SAMPLINGS[sampling]
-    slow = Bench(vision=BLOCKS).run(prompts, BLOCK_SHAPES["masked block"](), params)
-    fast = Bench(vision=BLOCKS).run(prompts, BLOCK_SHAPES["rival blocks"](), params)
+    slow = Bench(**BLOCKS).run(prompts, BLOCK_SHAPES["masked block"](), params)
+    fast = Bench(**BLOCKS).run(prompts, BLOCK_SHAPES["rival blocks"](), params)
     assert [s.output for s in fast] == [s.output for s in slow]
     steps = [sum(s.steps for s in group) for group in (fast, slow)]
     assert steps[0] < steps[1]
@@ -162,8 +165,8 @@ def test_rival_blocks_are_exact_to_single_steps(sampling: str) -> None:
 
 def test_pipeline_takes_fewer_passes() -> None:
     prompts, params = some_prompts(14, 10), SAMPLINGS["endless"]
-    one = Bench(vision=BLOCKS, nodes=512).run(prompts, BLOCK_SHAPES["two at once"](), params)
-    two = Bench(vision=BLOCKS, nodes=512).run(prompts, BLOCK_SHAPES["pipeline"](), params)
+    one = Bench(**BLOCKS, nodes=512).run(prompts, BLOCK_SHAPES["two at once"](), params)
+    two = Bench(**BLOCKS, nodes=512).run(prompts, BLOCK_SHAPES["pipeline"](), params)
     assert all(len(s.output) == 50 for s in [*one, *two])
     assert sum(s.steps for s in two) < sum(s.steps for s in one)
 
@@ -173,8 +176,9 @@ def test_tokens_settled_out_of_order(seed: int) -> None:
     """Entries lie in the order of settling; positions say where they belong."""
     params = replace(SAMPLINGS["sampled"], seed=seed, ignore_eos=True)
     method = toy_method(toys.OutOfOrder(), toys.Unmask(2), Exactness.LOSSY)
+    loose = Masking(toys.MASK, block=None, shifted=False, causal=True)
     prompts = some_prompts(seed, 5)
-    bench = Bench(pages=120)
+    bench = Bench(pages=120, masking=loose)
     shuffled = False
     sequences = [bench.engine.submit(p, params, method) for p in prompts]
     while bench.engine.busy:
@@ -185,14 +189,15 @@ def test_tokens_settled_out_of_order(seed: int) -> None:
     for sequence, prompt in zip(sequences, prompts, strict=True):
         assert sequence.error is None
         assert len(sequence.output) == 40
-        assert sequence.output == alone(prompt, params, method)
+        assert sequence.output == alone(prompt, params, method, masking=loose)
 
 
 def test_approximate_cache_is_private_and_sound() -> None:
     params = replace(SAMPLINGS["sampled"], max_tokens=20, ignore_eos=True)
     method = toy_method(toys.DualCache(), toys.UnmaskAndReuse(), Exactness.LOSSY)
     prompts = some_prompts(15, 4, most=20)
-    bench = Bench(vision=FULL, nodes=512, pages=200)
+    full = Masking(toys.MASK, block=None, shifted=False, causal=False)
+    bench = Bench(vision=FULL, masking=full, nodes=512, pages=200)
     reused = 0
     sequences = [bench.engine.submit(p, params, method) for p in prompts]
     while bench.engine.busy:
@@ -203,7 +208,9 @@ def test_approximate_cache_is_private_and_sound() -> None:
     for sequence, prompt in zip(sequences, prompts, strict=True):
         assert sequence.error is None
         assert len(sequence.output) == 20
-        assert sequence.output == alone(prompt, params, method, vision=FULL, nodes=512, pages=200)
+        assert sequence.output == alone(
+            prompt, params, method, vision=FULL, masking=full, nodes=512, pages=200
+        )
 
 
 def test_everything_in_one_engine() -> None:

@@ -24,7 +24,7 @@ from outstride.core.graph import (
     chain,
     union,
 )
-from outstride.core.proposal import Proposal, Scores, Verdict, Wants
+from outstride.core.proposal import TARGET, Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import View
 from tests.conformance.harness import VOCABULARY
 
@@ -182,6 +182,7 @@ def _filled(view: View, position: int) -> int:
 class MaskedBlock(Drafter):
     """A block of masks, filled in over several passes; kept once it is read as plain tokens."""
 
+    fills = (TARGET,)
     size = 4
 
     def area(self, view: View) -> range:
@@ -284,6 +285,7 @@ class Pipeline(MaskedBlock):
 class OutOfOrder(Drafter):
     """Causal attention over tokens in the order in which they were settled, not of positions."""
 
+    fills = (TARGET,)
     window = 4
 
     def demand(self, view: View) -> Demand:

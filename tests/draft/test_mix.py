@@ -27,7 +27,8 @@ def test_what_is_the_same_is_merged() -> None:
     joined = Joined.of([one, two], Odds())
     assert joined.guess.tokens == [5, 6, 7]
     assert joined.guess.parents == [-1, 0, 0]
-    assert joined.guess.signs[0] == Sign("a+b", (1, 2))
+    assert joined.guess.signs[0].source == "a+b"
+    assert joined.claims[0] == (A, B)
     assert joined.guess.chances[0] == pytest.approx(1 - 0.5 * 0.6)
 
 
@@ -45,6 +46,19 @@ def test_contradiction_leaves_what_the_likelier_one_leaves() -> None:
     assert joined.guess.chances == pytest.approx([0.8, 0.5 * (1 - 0.8)])
     assert joined.guess.signs[1].source == "b"
     assert joined.guess.signs[1] != B
+
+
+def test_a_drafter_that_is_right_in_company_alone_is_not_trusted_alone() -> None:
+    """Where both agree they are right, and where one stands alone it is wrong: both are learnt."""
+    odds = Odds()
+    for _ in range(60):
+        for _ in range(2):
+            Joined.of([guess((5, -1, A, 0.5)), guess((5, -1, B, 0.5))], odds).learn([5], odds)
+        Joined.of([guess((6, -1, B, 0.5))], odds).learn([9], odds)
+    agreed = Joined.of([guess((5, -1, A, 0.5)), guess((5, -1, B, 0.5))], odds)
+    alone = Joined.of([guess((6, -1, B, 0.5))], odds)
+    assert agreed.gains[0] > 0.8
+    assert alone.gains[0] < 0.2
 
 
 def test_odds_are_learnt_from_what_was_said_drafted_or_not() -> None:

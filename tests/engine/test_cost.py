@@ -73,12 +73,12 @@ def test_a_frozen_curve_stays() -> None:
 
 
 def test_measuring_leaves_no_trace() -> None:
-    toy = Toy(pages=40)
+    toy = Toy(pages=80)
     pool = PagePool(toy.pages, toy.page_size)
     cost = measure(toy, pool, 64)
     assert cost is not None
     assert set(cost.knots) == {1, 2, 4, 8, 16, 32, 64}
-    assert pool.available == 40
+    assert pool.available == 80
     pool.check_integrity([])
 
 

@@ -45,10 +45,9 @@ STAY = Moves()
 class PagePool:
     """The pages of one model."""
 
-    def __init__(self, pages: int, page_size: int, block: int | None = None) -> None:
+    def __init__(self, pages: int, page_size: int) -> None:
         self.pages = pages
         self.page_size = page_size
-        self._block = block
         self._refs = [0] * pages
         self._free = list(range(pages - 1, -1, -1))
         self._tree = PrefixTree(page_size)
@@ -98,13 +97,23 @@ class PagePool:
 
     # --- tables -----------------------------------------------------------------------------------
 
-    def open(self, tokens: Sequence[int], salt: str = "", *, reuse: bool = True) -> Table:
-        """A table that starts with whatever prefix is cached; the last token is never part of it."""
+    def open(
+        self,
+        tokens: Sequence[int],
+        salt: str = "",
+        block: int | None = None,
+        *,
+        reuse: bool = True,
+    ) -> Table:
+        """A table that starts with whatever prefix is cached; the last token is never part of it.
+
+        What was read in blocks is of no use to who reads causally, nor the other way round.
+        """
         table = Table()
-        if reuse and (self._block is None or self._block < len(tokens)):
+        if reuse and (block is None or block < len(tokens)):
             most = len(tokens) - 1
-            pages = self._tree.match(tokens, most, salt)
-            while pages and self._block and len(pages) * self.page_size % self._block:
+            pages = self._tree.match(tokens, most, (salt, block))
+            while pages and block and len(pages) * self.page_size % block:
                 pages.pop()
             for page in pages:
                 self._hold(page)
@@ -199,7 +208,9 @@ class PagePool:
             self._drop(table.pages.pop())
         table.shared = min(table.shared, len(table.pages))
 
-    def publish(self, table: Table, tokens: Sequence[int], salt: str = "") -> None:
+    def publish(
+        self, table: Table, tokens: Sequence[int], salt: str = "", block: int | None = None
+    ) -> None:
         """Files the table's full pages in the prefix tree, if they hold the tokens in order.
 
         A page whose twin is in the tree already is given back for the twin, so whoever holds a page
@@ -208,7 +219,7 @@ class PagePool:
         full = min(len(table.positions) - table.stale, len(tokens)) // self.page_size
         if full <= table.shared or not table.ordered:
             return
-        for i, page in enumerate(self._tree.insert(tokens, table.pages[:full], salt)):
+        for i, page in enumerate(self._tree.insert(tokens, table.pages[:full], (salt, block))):
             if i < table.shared:
                 continue
             if page == table.pages[i]:

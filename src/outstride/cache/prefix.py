@@ -6,6 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 
 @dataclass(eq=False, slots=True)
@@ -19,15 +20,20 @@ class Leaf:
     children: dict[tuple[int, ...], Leaf] = field(default_factory=dict)
 
 
+Key: TypeAlias = tuple[str, int | None]
+"""A salt, and in blocks of which size tokens were read (None: causally)."""
+
+
 class PrefixTree:
     """Maps runs of tokens, page by page, to pages that hold their entries.
 
-    Each salt has a tree of its own, so tenants can neither hit nor time each other's prompts.
+    Each salt has a tree of its own, so tenants can neither hit nor time each other's prompts; and so
+    has each way of reading, for the same tokens have other entries when read in blocks.
     """
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._roots: dict[str, Leaf] = {}
+        self._roots: dict[Key, Leaf] = {}
         self._leaves: dict[int, Leaf] = {}
         self._oldest: list[tuple[int, int, Leaf]] = []
         self._clock = itertools.count(1)
@@ -41,12 +47,12 @@ class PrefixTree:
     def __iter__(self) -> Iterator[int]:
         return iter(self._leaves)
 
-    def _root(self, salt: str) -> Leaf:
-        return self._roots.setdefault(salt, Leaf(page=-1, key=(), parent=None, used=0))
+    def _root(self, key: Key) -> Leaf:
+        return self._roots.setdefault(key, Leaf(page=-1, key=(), parent=None, used=0))
 
-    def match(self, tokens: Sequence[int], most: int, salt: str) -> list[int]:
+    def match(self, tokens: Sequence[int], most: int, key: Key) -> list[int]:
         """Pages that hold the longest known prefix, of `most` tokens at the most."""
-        leaf, pages, size = self._root(salt), [], self._page_size
+        leaf, pages, size = self._root(key), [], self._page_size
         for start in range(0, most - size + 1, size):
             found = leaf.children.get(tuple(tokens[start : start + size]))
             if found is None:
@@ -56,19 +62,19 @@ class PrefixTree:
             leaf = found
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], salt: str) -> list[int]:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], key: Key) -> list[int]:
         """Files a prefix of full pages; returns the page that the tree has for each of them.
 
         Where another page already holds the same tokens, that one stays: equal prefixes have equal
         entries.
         """
-        leaf, filed, size = self._root(salt), [], self._page_size
+        leaf, filed, size = self._root(key), [], self._page_size
         for i, page in enumerate(pages):
-            key = tuple(tokens[i * size : (i + 1) * size])
-            child = leaf.children.get(key)
+            run = tuple(tokens[i * size : (i + 1) * size])
+            child = leaf.children.get(run)
             if child is None:
-                child = Leaf(page=page, key=key, parent=leaf, used=0)
-                leaf.children[key] = child
+                child = Leaf(page=page, key=run, parent=leaf, used=0)
+                leaf.children[run] = child
                 self._leaves[page] = child
             self._touch(child)
             filed.append(child.page)

@@ -56,6 +56,29 @@ class Drafter:
     """What it wants to learn from the target's pass, besides the tokens."""
     weighed: bool = False
     """Whether it leaves its size to the plan, which then needs to know what passes cost."""
+    tokens: tuple[int, ...] = ()
+    """Tokens that it puts into graphs because it was told to: they must be in the vocabulary."""
+    fills: tuple[str, ...] = ()
+    """The models that it has fill in masks, the target perhaps among them. Settled tokens are read
+    as such a model sees them; all other models read them causally."""
+
+    def fits(self, vision: Vision, masking: Masking | None) -> str | None:
+        """Why it cannot work with a target of this kind; None if it can."""
+        return None
+
+    def entries(self, limit: int, vision: Vision) -> int:
+        """How many entries of the target's cache it may need at once, for this many tokens."""
+        return limit
+
+    @property
+    def trimmable(self) -> bool:
+        """Whether it proposes its guess and nothing else, so that parts of it may be left out."""
+        own = type(self)
+        return (
+            own.guess is not Drafter.guess
+            and own.propose is Drafter.propose
+            and own.ahead is Drafter.ahead
+        )
 
     def demand(self, view: View) -> Demand:
         """Asked before planning."""
@@ -107,6 +130,8 @@ class Method:
     drafter: Drafter
     acceptor: Acceptor
     exactness: Exactness
+    exact_to: str = "plain"
+    """Whose text an exact method returns: for masked models it is that of a schedule."""
     spec: str = ""
     """As the user wrote it: `name` or `name:key=value,…`."""
 
@@ -132,6 +157,23 @@ class Vision:
 
 CAUSAL = Vision()
 FULL = Vision(block=1 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class Masking:
+    """How a model fills in masks.
+
+    token: the input that stands for a mask (a row of the vocabulary, or an extra one behind it).
+    block: how many positions of masks see each other; None: all that there are, a full canvas.
+    shifted: whether the node at position p - 1 scores position p, as in models that were once
+      autoregressive; else a mask scores its own place.
+    causal: whether the model may also be decoded autoregressively, with causal attention.
+    """
+
+    token: int
+    block: int | None
+    shifted: bool
+    causal: bool
 
 
 @dataclass(slots=True)
@@ -180,6 +222,9 @@ class Model(Protocol):
     layers: int
     context: int
     vision: Vision
+    """How it sees tokens that are settled."""
+    masking: Masking | None
+    """How it fills in masks; None for models that only continue."""
     page_size: int
     pages: int
     fingerprint: str

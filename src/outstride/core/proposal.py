@@ -35,7 +35,6 @@ class Wants:
     """What a proposal wants back; nothing else leaves the pass.
 
     nodes: which nodes reach the head (None: the last given node and all behind it).
-    given: whether all given nodes reach the head, too, if `nodes` does not say otherwise.
     best: how many tokens, by sum of logit and noise; the first is the node's token.
     logprobs: how many of the likeliest tokens of the raw logits, besides the chosen one; None: none.
     of: for single nodes, a token whose raw log-probability is wanted instead of the chosen one's.
@@ -45,7 +44,6 @@ class Wants:
     """
 
     nodes: tuple[int, ...] | None = None
-    given: bool = False
     best: int = 1
     logprobs: int | None = None
     of: Mapping[int, int] = field(default_factory=_none)
@@ -93,8 +91,7 @@ class Proposal:
         """The nodes that reach the head."""
         if self.wants.nodes is not None:
             return np.asarray(self.wants.nodes, dtype=np.int64)
-        first = 0 if self.wants.given else max(self.given - 1, 0)
-        return np.arange(first, len(self.graph))
+        return np.arange(max(self.given - 1, 0), len(self.graph))
 
     def asking(self, wants: Wants) -> Proposal:
         """The same proposal, wanting something else."""
@@ -172,3 +169,5 @@ class Verdict:
     keep: tuple[NodeId, ...] = ()
     reuse: tuple[NodeId, ...] = ()
     forks: Mapping[NodeId, int] = field(default_factory=_none)
+    nodes: Mapping[Position, NodeId] = field(default_factory=_none)
+    note: Any = None

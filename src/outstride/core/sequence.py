@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outstride.core.graph import FloatArray, Position, TokenGraph, TokenId, block, chain, empty
@@ -13,7 +14,7 @@ from outstride.core.proposal import TARGET
 from outstride.core.sampling import Draw, Purpose
 
 if TYPE_CHECKING:
-    from outstride.core.contracts import Grammar, Method, Vision
+    from outstride.core.contracts import Grammar, Masking, Method, Vision
 
 
 class Status(enum.Enum):
@@ -97,9 +98,10 @@ class Provenance(NamedTuple):
 
     token: int
     step: int
+    """The pass that settled it; 0 if the request gave it."""
     source: str
     kind: str
-    """drafted, bonus or plain."""
+    """drafted, bonus, plain, unmasked or given."""
 
 
 @dataclass(eq=False, slots=True)
@@ -121,7 +123,18 @@ class Sequence:
     finish_reason: str | None = None
     error: Exception | None = None
     tables: dict[str, Table] = field(default_factory=dict)
+    block: int | None = None
+    """How the target reads its settled tokens: in blocks of this size, or causally."""
     canvas: dict[int, int] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
+    """In which order the target read its tokens, if not from left to right: whoever has to read them
+    again must do it in the same one."""
+    fixed: Mapping[int, int] = field(default_factory=dict)
+    """Tokens beyond gaps that the request gave: text around holes."""
+    early: dict[int, int] = field(default_factory=dict)
+    """In which step a position beyond a gap was settled."""
+    painted: bool = False
+    """Whether what stands beyond gaps is told after each pass, too."""
     state: Any = None
     grammar: Grammar | None = None
     group: list[Sequence] = field(default_factory=list)
@@ -140,12 +153,34 @@ class Sequence:
     """What its method sees, made once."""
     watched: bool = True
     """Whether somebody wants to hear of each pass, not only of the end."""
+    priority: int = 0
+    """Whoever has the lower one is admitted first and preempted last."""
     spoke: float = 0.0
     """When its first token was entered in the ledger."""
 
     @property
     def output(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    def unread(self) -> list[int]:
+        """What the target has to read, where it read out of order before."""
+        table = self.tables.get(TARGET) or Table()
+        kept, known = set(table.positions[: table.fresh]), set(self.order)
+        again = [position for position in self.order if position not in kept]
+        return again + [p for p in range(len(self.tokens)) if p not in kept and p not in known]
+
+
+@dataclass(slots=True)
+class Setting:
+    """What is the same for all sequences of an engine."""
+
+    maskings: Mapping[str, Masking | None] = field(default_factory=dict)
+    end_tokens: Collection[int] = ()
+    spell: Callable[[int], bytes] | None = None
+    vocab_size: int = 0
+
+
+NOWHERE = Setting()
 
 
 class View:
@@ -155,6 +190,7 @@ class View:
         "_features",
         "_own",
         "_sequence",
+        "_setting",
         "_visions",
         "allotted",
         "chunk",
@@ -171,8 +207,10 @@ class View:
         chunk: int = 256,
         features: Mapping[str, Any] | None = None,
         layers: int = 0,
+        setting: Setting = NOWHERE,
     ) -> None:
         self._sequence = sequence
+        self._setting = setting
         self._visions = visions
         self.allotted = allotted
         """How many given nodes the plan granted in this step."""
@@ -195,6 +233,7 @@ class View:
             self.chunk,
             self._features,
             self.layers,
+            self._setting,
         )
         view._own = (state,)
         return view
@@ -242,8 +281,43 @@ class View:
 
     @property
     def steps(self) -> int:
-        """How many steps this sequence has taken: its own clock, whatever the company."""
+        """How many verdicts this sequence has had: its own clock, whatever the company."""
         return self._sequence.steps
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must look like."""
+        return self._sequence.grammar
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the target knows; extra rows come behind them."""
+        return self._setting.vocab_size
+
+    @property
+    def spell(self) -> Callable[[int], bytes] | None:
+        """The bytes that a token adds to the text, where the engine can tell."""
+        return self._setting.spell
+
+    def masking(self, model: str = TARGET) -> Masking | None:
+        """How a model fills in masks; None if it only continues."""
+        return self._setting.maskings.get(model)
+
+    def block(self, model: str = TARGET) -> int | None:
+        """In blocks of which size a model reads settled tokens; None: causally."""
+        return self._visions[model].block
+
+    def closing(self, position: int, token: int) -> bool:
+        """Whether the answer ends with this token at this position."""
+        return token in self.endings(position)
+
+    def endings(self, position: int) -> list[int]:
+        """The tokens with which the answer may end at this position."""
+        params = self._sequence.params
+        if position + 1 - self._sequence.prompt_length < params.min_tokens:
+            return []
+        ends = [] if params.ignore_eos else list(self._setting.end_tokens)
+        return [*ends, *params.stop_token_ids]
 
     @property
     def siblings(self) -> Iterator[View]:
@@ -252,6 +326,11 @@ class View:
             if other is not self._sequence:
                 yield View(other, self._visions, self.limit)
 
+    @property
+    def order(self) -> list[int]:
+        """In which order the target read settled tokens, if not from left to right."""
+        return self._sequence.order
+
     def kept(self, model: str = TARGET) -> list[int]:
         """Positions whose cache entries a model has, in the order of their slots."""
         table = self._sequence.tables.get(model)
@@ -259,6 +338,8 @@ class View:
 
     def pending(self, model: str = TARGET) -> int:
         """How many settled tokens a model has not read."""
+        if model == TARGET and self._sequence.order:
+            return len(self._sequence.unread())
         table = self._sequence.tables.get(model) or Table()
         return table.lacking(len(self._sequence.tokens), self._visions[model].block)
 
@@ -276,6 +357,9 @@ class View:
         tokens, size = self._sequence.tokens, self._visions[model].block
         if most is None:
             most = self.allotted if model == TARGET else len(tokens)
+        if model == TARGET and self._sequence.order:
+            again = self._sequence.unread()[:most]
+            return chain([int(self.token_at(p) or 0) for p in again], positions=again)
         table = self._sequence.tables.get(model) or Table()
         if size is None and table.ordered:
             start = len(table.positions) - table.stale
@@ -284,8 +368,8 @@ class View:
         if size is None:
             return chain([tokens[p] for p in unread], positions=unread)
         graph = empty()
-        for start in range(0, len(unread), size):
-            places = unread[start : start + size]
+        for _, group in groupby(unread, key=lambda position: position // size):
+            places = list(group)
             graph = graph.grow(block([tokens[p] for p in places], positions=places))
         return graph
 

@@ -29,6 +29,7 @@ class Confident(Drafter):
             raise ValueError("needs length >= 1, pad >= 0 and 0 < sure <= 1")
         self.length = length
         self.pad = pad
+        self.tokens = (pad,)
 
     def demand(self, view: View) -> Demand:
         return Demand(most=max(0, min(self.length, view.limit - view.end - 1)), gain=1.0)

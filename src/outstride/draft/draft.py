@@ -56,6 +56,8 @@ class Draft(Writer):
       width + (length - 1) * width**2 further nodes of the target
     """
 
+    trimmable = True  # `propose` is the guess; without room, its model only reads along
+
     def __init__(
         self, *, model: str, length: int = 4, width: int = 1, nodes: int = 0, least: float = 0.0
     ) -> None:

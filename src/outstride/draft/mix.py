@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,10 +59,12 @@ class Joined:
                     claims[node] += (sign,)
                     chances[node] = 1.0 - (1.0 - chances[node]) * (1.0 - chance)
                 places.append(node)
-        joined = [_together(signs) for signs in claims]
+        joined = []
         for node, signs in enumerate(claims):
-            if len(signs) > 1:
-                chances[node] = odds.chance(joined[node], chances[node])
+            source = "+".join([sign.source for sign in signs])
+            sign = Sign(source, (-2, _about(chances[node])))
+            chances[node] = odds.chance(sign, chances[node])
+            joined.append(sign)
         if len(guesses) > 1:
             for rivals in children.values():
                 if len(rivals) > 1:
@@ -109,11 +112,13 @@ class Joined:
             node = reached
 
 
-def _together(signs: tuple[Sign, ...]) -> Sign:
-    """What a node goes by that several drafters agree on."""
-    if len(signs) == 1:
-        return signs[0]
-    return Sign("+".join(s.source for s in signs), tuple(k for s in signs for k in s.key))
+def _about(chance: float) -> int:
+    """A chance to the nearest step of a coarse scale, fine where it is small.
+
+    Estimates that rest on other estimates are taken as if these had nothing to do with each other.
+    They are corrected by how often such estimates held, which takes few kinds of them.
+    """
+    return round(12.0 * math.sqrt(max(chance, 0.0)))
 
 
 def _discount(rivals: list[int], signs: list[Sign], chances: list[float], odds: Odds) -> None:
@@ -125,8 +130,9 @@ def _discount(rivals: list[int], signs: list[Sign], chances: list[float], odds: 
         sign = signs[node]
         others = total - taken.get(sign.source, 0.0)
         if others > 0.05:
-            signs[node] = Sign(sign.source, (*sign.key, -1 - int(4 * min(others, 0.99))))
-            chances[node] = odds.chance(signs[node], chances[node] * max(1.0 - others, 0.0))
+            left = chances[node] * max(1.0 - others, 0.0)
+            signs[node] = Sign(sign.source, (-1, _about(left)))
+            chances[node] = odds.chance(signs[node], left)
         taken[sign.source] = taken.get(sign.source, 0.0) + chances[node]
         total += chances[node]
 
@@ -144,6 +150,8 @@ class _State:
     """For how many steps nothing was worth drafting."""
     last: int = 8
     """How many nodes were drafted when it was last worth it."""
+    resting: bool = False
+    """Whether this step was taken without a look at anything."""
 
 
 @method("mix", family="joined")
@@ -160,13 +168,14 @@ class Mix(Drafter):
     Cost per step: `nodes` further nodes at the most, and what the drafters cost
     """
 
+    trimmable = True  # `propose` adds nothing but labels
+
     def __init__(self, *, parts: str = "suffix+recycle", nodes: int = 32) -> None:
         if nodes < 1:
             raise ValueError("needs nodes >= 1")
         self.nodes = nodes
         self._drafters = [self._part(name) for name in parts.split("+")]
-        wants = [drafter.wants for drafter in self._drafters]
-        self.wants = Wants(best=max(w.best for w in wants), given=any(w.given for w in wants))
+        self.wants = Wants(best=max(drafter.wants.best for drafter in self._drafters))
         self._odds = PerTenant(lambda: Odds(weight=12.0))
 
     @staticmethod
@@ -269,7 +278,22 @@ class Auto(Mix):
 
     def demand(self, view: View) -> Demand:
         state: _State | None = view.state
-        if state is None or (state.idle > self.PATIENCE and view.steps % self.SELDOM):
+        if state is None:
+            return Demand()
+        state.resting = state.idle > self.PATIENCE and view.steps % self.SELDOM > 0
+        if state.resting:
             return Demand()
         joined = self._made(view, min(self.nodes, 2 * state.last + 4))
         return Demand() if joined is None else Demand(gains=tuple(joined.gains[: self.nodes]))
+
+    def propose(self, view: View, room: int) -> Rounds:
+        if view.state is not None and view.state.resting:
+            return Guess().proposal(view)
+        return (yield from super().propose(view, room))
+
+    def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> _State:
+        state: _State | None = view.state
+        if state is not None and state.resting:
+            state.idle += 1
+            return state
+        return super().observe(view, proposal, scores, verdict)

@@ -91,9 +91,8 @@ class Successors:
 class Recycle(Drafter):
     """Drafts a tree from a table of each token's latest candidates, rejected passes included.
 
-    Every scored node teaches what may follow its token, those at the end of the prompt too. The tree
-    has a fixed shape, wide where the first candidate often fails, and is filled level by level.
-    Tenants (salts) share no table.
+    Every scored node teaches what may follow its token. The tree has a fixed shape, wide where the
+    first candidate often fails, and is filled level by level. Tenants (salts) share no table.
 
     Paper: Token Recycling (Luo et al., 2024)
     Exactness: exact
@@ -102,7 +101,7 @@ class Recycle(Drafter):
       32 bytes per token of the vocabulary
     """
 
-    wants = Wants(best=WIDTH, given=True)
+    wants = Wants(best=WIDTH)
 
     def __init__(self, *, size: int = 48, depth: int = 6) -> None:
         if size < 1 or depth < 1:

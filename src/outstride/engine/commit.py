@@ -8,7 +8,7 @@ from typing import NamedTuple
 from outstride.cache.pool import Moves
 from outstride.core.contracts import Drafter, agreeing
 from outstride.core.graph import NodeId
-from outstride.core.proposal import TARGET, Scores, Verdict
+from outstride.core.proposal import TARGET, Proposal, Scores, Verdict
 from outstride.core.sampling import logprobs
 from outstride.core.sequence import Sequence, Status
 from outstride.engine.ledger import Ledger, Progress
@@ -46,7 +46,7 @@ class Commit:
         moves: dict[str, Moves] = {}
         for turn, verdict in verdicts.items():
             sequence, score = turn.sequence, scores[turn]
-            sequence.steps += 1
+            sequence.steps += not turn.reading
             emitted, reason = self._settle(sequence, verdict)
             self._due.append(_Due(turn, verdict, score, emitted))
             self._keep(turn, verdict, moves)
@@ -93,12 +93,17 @@ class Commit:
                     # A stop rule may have cut the accepted run: what lies beyond is nobody's.
                     end, canvas, places = len(sequence.tokens), sequence.canvas, ran.graph.positions
                     keep = tuple(n for n in keep if places[n] < end or places[n] in canvas)
+            elif name in sequence.method.drafter.fills:  # the others saw masks
+                keep, reuse = tuple(map(NodeId, range(ran.given))), ()
             else:
                 keep = tuple(map(NodeId, agreeing(ran.graph, ran.given, sequence.tokens)))
                 reuse = ()
             if needed := pool.commit(table, ran.graph.positions, keep, reuse):
                 moves.setdefault(name, Moves()).add(needed)
-            pool.publish(table, sequence.tokens, sequence.salt)
+            if name == TARGET and not table.ordered and len(table) >= len(sequence.order):
+                sequence.order = list(table.positions)
+            block = sequence.block if name == TARGET else turn.view.block(name)
+            pool.publish(table, sequence.tokens, sequence.salt, block)
 
     def _fork(self, turn: Turn, verdict: Verdict) -> None:
         """At the end of the prompt for a request's n samples, else where the verdict says."""
@@ -115,6 +120,7 @@ class Commit:
         """Enters what is due in the ledger and says what is new, farewells included."""
         due, self._due = self._due, []
         news: dict[Sequence, list[int]] = {}
+        drawn: dict[Sequence, tuple[Proposal, Verdict]] = {}
         for item in due:
             sequence = item.turn.sequence
             if item.scores.logprobs:
@@ -126,11 +132,16 @@ class Commit:
                 item.emitted,
                 item.turn.share.gain,
             )
-            if item.emitted and sequence.watched:
+            if (item.emitted or sequence.painted) and sequence.watched:
                 news[sequence] = item.emitted
+                if sequence.painted:
+                    drawn[sequence] = (item.turn.proposal, item.verdict)
         for sequence in self._roster.leaving():
             news.setdefault(sequence, [])
-        return [self._roster.progress(sequence, emitted) for sequence, emitted in news.items()]
+        told = [self._roster.progress(sequence, emitted) for sequence, emitted in news.items()]
+        for progress in told if drawn else ():
+            progress.drawn = drawn.get(progress.sequence)
+        return told
 
     def forget(self) -> None:
         """Drops what is due: the engine broke, and everybody has been told."""
@@ -142,6 +153,9 @@ class Commit:
         scores, verdict = item.scores, item.verdict
         sequence, proposal = item.turn.sequence, item.turn.proposal
         params, start = sequence.params, len(sequence.tokens) - len(item.emitted)
+        if verdict.nodes:
+            self._note_settled(item)
+            return
         trusted = set(verdict.keep) if proposal.offset else set(scores.nodes.tolist())
         for i, (node, row) in enumerate(zip(scores.nodes.tolist(), scores.logprobs, strict=True)):
             position = int(proposal.graph.positions[node]) + proposal.offset
@@ -154,3 +168,14 @@ class Commit:
                 if row[0][0] != token and scores.logits is not None:  # not the target's own draw
                     row = tuple(logprobs(scores.logits[i], [token], params.logprobs))
                 sequence.logprobs[position] = row[: params.logprobs + 1]
+
+    def _note_settled(self, item: _Due) -> None:
+        """The same where tokens are settled in any order: as it was at the step of settling."""
+        scores, sequence = item.scores, item.turn.sequence
+        top = sequence.params.logprobs
+        for position, node in item.verdict.nodes.items() if top is not None else ():
+            token, i = item.verdict.settled[position], scores.row(node)
+            row = scores.logprobs[i]
+            if row[0][0] != token and scores.logits is not None:  # not the target's own draw
+                row = tuple(logprobs(scores.logits[i], [token], top or 0))
+            sequence.logprobs[int(position)] = row[: (top or 0) + 1]

@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Mapping
+from statistics import median
 
 import numpy as np
 
 from outstride.cache.pool import PagePool
 from outstride.core.contracts import Model, Work
-from outstride.core.graph import chain
-from outstride.core.proposal import Proposal
+from outstride.core.graph import chain, tree
+from outstride.core.proposal import Proposal, Wants
 from outstride.core.sequence import Table
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64)
-CACHED = 32
-ROUNDS = 3
+CACHED = 128
+ROUNDS = 5
+CANDIDATES = 8
 
 
 class Cost:
@@ -27,7 +29,7 @@ class Cost:
     right slowly. A curve that was given, not measured, stays as it is.
     """
 
-    QUICK, SLOW = 0.2, 0.05
+    QUICK, SLOW = 0.2, 0.1
 
     def __init__(self, seconds: Mapping[int, float], *, frozen: bool = False) -> None:
         if not seconds or min(seconds) < 1 or min(seconds.values()) <= 0:
@@ -36,6 +38,11 @@ class Cost:
         self._values = _rising([float(seconds[n]) for n in self._knots])
         self._frozen = frozen
         self._curve: list[float] = []
+        self.reading = (self._values[-1] - self._values[0]) / max(
+            self._knots[-1] - self._knots[0], 1
+        )
+        """Seconds for each node that reads a prompt beside others that talk, as of late."""
+        self.reading = max(self.reading, 0.01 * self._values[0])
 
     @property
     def knots(self) -> dict[int, float]:
@@ -55,11 +62,21 @@ class Cost:
             self._curve = found.tolist()
         return self._curve
 
-    def observe(self, nodes: int, seconds: float) -> None:
-        """Enters what a step took; one step says little, for something else may have held it up."""
+    def observe(self, nodes: int, seconds: float, read: int = 0) -> None:
+        """Enters what a step took; one step says little, for something else may have held it up.
+
+        If `read` of its nodes only read a prompt, what they cost is told apart: the longer the
+        prompt, the more it costs to read on, which is no fault of the curve.
+        """
         if self._frozen or nodes < 1 or seconds <= 0.0:
             return
         ratio = min(max(seconds / self.curve(nodes)[nodes], 0.5), 2.0)
+        if read:
+            if read < nodes:
+                each = max(seconds - self.curve(nodes)[nodes - read], 0.0) / read
+                each = min(max(each, 0.5 * self.reading), 2.0 * self.reading)
+                self.reading += self.QUICK * (each - self.reading)
+            return
         self._values = [value * ratio**self.QUICK for value in self._values]
         right = min(bisect_right(self._knots, nodes), len(self._knots) - 1)
         left = max(right - 1, 0)
@@ -84,7 +101,7 @@ def _rising(values: list[float]) -> list[float]:
 
 
 def measure(model: Model, pool: PagePool, most: int) -> Cost | None:
-    """Times real passes over chains behind a few entries, in turns; None while there is no room."""
+    """Times real passes over trees behind some entries, in turns; None while there is no room."""
     knots = [n for n in KNOTS if n <= max(most, 1)]
     room = min(pool.available * pool.page_size, model.context) - CACHED
     knots = [n for n in knots if n <= room]
@@ -92,12 +109,15 @@ def measure(model: Model, pool: PagePool, most: int) -> Cost | None:
     if not knots or pool.reserve(table, CACHED + knots[-1]) is None:
         return None
     numbers = np.random.default_rng(0)
-    best: dict[int, float] = {}
+    times: dict[int, list[float]] = {nodes: [] for nodes in knots}
 
     def run(nodes: int) -> float:
         tokens = numbers.integers(0, model.vocab_size, nodes)
-        graph = chain(tokens, len(table))
-        work = Work(Proposal(graph, 1), table, pool.slots(table, nodes))
+        graph = chain(tokens[:1], len(table))
+        if nodes > 1:  # two branches at each node, as drafts have them
+            graph = graph.grow(tree(tokens[1:], np.arange(nodes - 1) // 2 - 1, len(table) + 1))
+        proposal = Proposal(graph, 1, wants=Wants(best=CANDIDATES))
+        work = Work(proposal, table, pool.slots(table, nodes))
         start = time.perf_counter()
         model.forward([work]).wait()
         return time.perf_counter() - start
@@ -106,8 +126,7 @@ def measure(model: Model, pool: PagePool, most: int) -> Cost | None:
     table.positions = list(range(CACHED))
     for _ in range(ROUNDS):
         for nodes in knots:
-            seconds = run(nodes)
-            best[nodes] = min(seconds, best.get(nodes, seconds))
+            times[nodes].append(run(nodes))
     table.positions = []
     pool.close(table)
-    return Cost(best)
+    return Cost({nodes: median(seconds) for nodes, seconds in times.items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any
 
 from outstride.core.contracts import Drafter, Pending
@@ -90,7 +90,7 @@ class Drafting:
             for turn, scores in inbox.items():
                 try:
                     wish = rounds[turn].send(scores)  # type: ignore[arg-type]
-                    if self._passes.reserve(turn, wish):
+                    if self._passes.reserve(turn, wish) or self._take(turn, wish, rounds, asked):
                         prepared = self._passes.prepare(turn, wish, draft=True)
                         asked.setdefault(wish.model, {})[turn] = prepared
                     else:
@@ -107,3 +107,18 @@ class Drafting:
                 )
                 self._ledger.count_round(name, [turn.sequence for turn in proposals])
         return results
+
+    def _take(
+        self, turn: Turn, wish: Proposal, turns: Collection[Turn], asked: Mapping[str, Any]
+    ) -> bool:
+        """Pages from younger sequences, for a method that cannot do without its other model."""
+        name, own = wish.model, turn.sequence
+        if TARGET not in own.method.drafter.fills:
+            return False
+        busy = {t.sequence for t in turns if name in t.ran or t in asked.get(name, ())}
+        for other in sorted(self._roster.running, key=lambda s: -s.id):
+            if other.id > own.id and name in other.tables and other not in busy:
+                self._passes.pools[name].close(other.tables.pop(name))
+                if self._passes.reserve(turn, wish):
+                    return True
+        return False

@@ -42,8 +42,8 @@ class Engine:
     ) -> None:
         limits = limits or Limits()
         self.ledger = Ledger()
-        self.passes = Passes(models, end_tokens)
-        self.scheduler = Scheduler(self.passes.pools, self.passes.visions, limits)
+        self.passes = Passes(models, end_tokens, spell)
+        self.scheduler = Scheduler(self.passes.pools, limits)
         self.scheduler.cost = cost
         self.roster = Roster(self.passes, self.scheduler, end_tokens, spell)
         self.drafting = Drafting(self.passes, self.roster, self.ledger, limits.nodes)
@@ -73,8 +73,9 @@ class Engine:
         with clock("commit"):
             self.commit(verdicts, scores)
         nodes = self.ledger.record(turn.proposal for turn in turns)
-        if self.scheduler.cost is not None and not any(turn.reading for turn in turns):
-            self.scheduler.cost.observe(nodes, time.perf_counter() - start)
+        if self.scheduler.cost is not None:
+            read = sum(turn.share.given for turn in turns if turn.reading)
+            self.scheduler.cost.observe(nodes, time.perf_counter() - start, read)
 
     def _demand(self, sequence: Sequence) -> Demand:
         if type(sequence.method.drafter).demand is Drafter.demand:
@@ -113,12 +114,18 @@ class Engine:
         salt: str = "",
         grammar: Grammar | None = None,
         watched: bool = True,
+        priority: int = 0,
+        fixed: Mapping[int, int] | None = None,
+        painted: bool = False,
     ) -> Sequence:
         """Takes a request in; its n samples fork off once the prompt is read.
 
-        Of one that nobody watches, only the end is told.
+        Of one that nobody watches, only the end is told; of one that is painted, also what stands
+        beyond gaps. `fixed` are tokens behind the prompt that are known already, by position.
         """
-        return self.roster.submit(tokens, params, method, salt, grammar, watched)
+        return self.roster.submit(
+            tokens, params, method, salt, grammar, watched, priority, fixed, painted
+        )
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence at once; what it said so far stays."""

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from outstride.core.proposal import Proposal, Verdict
+from outstride.core.proposal import TARGET, Proposal, Verdict
 from outstride.core.sequence import Counts, Provenance, Sequence
 
 
@@ -19,6 +19,10 @@ class Progress:
     tokens: list[int]
     text: str = ""
     finished: bool = False
+    canvas: dict[int, int] = field(default_factory=dict)
+    """Tokens settled beyond a gap, for those who want to see them."""
+    drawn: tuple[Proposal, Verdict] | None = None
+    """The pass itself, for the same."""
 
 
 class Clock:
@@ -78,7 +82,8 @@ class Ledger:
         own.nodes += nodes
         own.emitted += new
         total.emitted += new
-        if new:
+        masked = drafted and TARGET in sequence.method.drafter.fills
+        if new or masked:
             own.passes += 1
             total.passes += 1
         else:
@@ -91,6 +96,9 @@ class Ledger:
             return
         # A kept draft counts as accepted only if its token was emitted, not cut by a stop rule.
         start = len(sequence.tokens) - new
+        if masked:
+            self._count_unmasked(sequence, drafted, verdict, emitted, start)
+            return
         sources = {
             int(proposal.graph.positions[node]): proposal.labels.get(node, sequence.method.name)
             for node in verdict.keep
@@ -110,6 +118,25 @@ class Ledger:
             else:
                 kind, source = "bonus", sequence.method.name
             sequence.trace.append(Provenance(token, step, source, kind))
+
+    def _count_unmasked(
+        self, sequence: Sequence, drafted: int, verdict: Verdict, emitted: list[int], start: int
+    ) -> None:
+        """The same for a pass over masks: every one counts, whatever it settled.
+
+        A token may be settled long before those to its left are and it can be emitted.
+        """
+        step = sequence.counts.passes + sequence.counts.prompt_passes
+        for counts in (sequence.counts, self.total):
+            counts.proposed += drafted
+            counts.accepted += len(verdict.settled)
+            counts.drafts += 1
+        for settled in verdict.settled:
+            sequence.early[int(settled)] = step
+        for position, token in enumerate(emitted, start=start):
+            when = sequence.early.pop(position, step)
+            kind = "unmasked" if when else "given"
+            sequence.trace.append(Provenance(token, when, sequence.method.name, kind))
 
     def record(self, proposals: Iterable[Proposal]) -> int:
         """Enters a step as a whole; returns how many nodes its pass had."""

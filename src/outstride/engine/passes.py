@@ -6,11 +6,21 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from outstride.cache.pool import Moves, PagePool
-from outstride.core.contracts import Done, Exactness, Model, Pending, Vision, Work
+from outstride.core.contracts import (
+    CAUSAL,
+    Done,
+    Drafter,
+    Exactness,
+    Masking,
+    Model,
+    Pending,
+    Vision,
+    Work,
+)
 from outstride.core.graph import FloatArray
 from outstride.core.proposal import TARGET, Proposal, Wants
-from outstride.core.sequence import Sequence, Table, View
-from outstride.engine.rules import attach
+from outstride.core.sequence import Sequence, Setting, Table, View
+from outstride.engine.rules import attach, attach_masked
 from outstride.engine.scheduler import Share
 from outstride.errors import MethodFailed
 
@@ -33,31 +43,52 @@ class Turn:
 class Passes:
     """Models by name, each with a pool of pages."""
 
-    def __init__(self, models: Mapping[str, Model], end_tokens: Collection[int]) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, Model],
+        end_tokens: Collection[int],
+        spell: Callable[[int], bytes] | None = None,
+    ) -> None:
         self.models: dict[str, Model] = {}
         self.pools: dict[str, PagePool] = {}
         self.visions: dict[str, Vision] = {}
         self._end_tokens = frozenset(end_tokens)
+        self._maskings: dict[str, Masking | None] = {}
+        size = models[TARGET].vocab_size
+        self.setting = Setting(self._maskings, self._end_tokens, spell, size)
         self._readers: dict[str, Callable[[Table, int], FloatArray]] = {}
         for name, model in models.items():
             self.add(name, model)
 
     def add(self, name: str, model: Model) -> None:
         self.models[name] = model
-        self.pools[name] = PagePool(model.pages, model.page_size, model.vision.block)
+        self.pools[name] = PagePool(model.pages, model.page_size)
         self.visions[name] = model.vision
+        self._maskings[name] = model.masking
         self._readers[name] = model.feature
+
+    def vision(self, name: str, drafter: Drafter) -> Vision:
+        """How a model reads settled tokens under a method."""
+        return self.visions[name] if name in drafter.fills else CAUSAL
+
+    def _visions(self, drafter: Drafter) -> Mapping[str, Vision]:
+        if all(vision.block is None for vision in self.visions.values()):
+            return self.visions
+        return {name: self.vision(name, drafter) for name in self.models}
 
     def view(self, sequence: Sequence, chunk: int, allotted: int = 0) -> View:
         """What a method may know of its sequence in this step."""
         if models := sequence.method.drafter.models:
             for name in models:
                 if name not in sequence.tables and sequence.tables:
-                    sequence.tables[name] = self.pools[name].open(sequence.tokens, sequence.salt)
+                    block = self.vision(name, sequence.method.drafter).block
+                    table = self.pools[name].open(sequence.tokens, sequence.salt, block)
+                    sequence.tables[name] = table
         view = sequence.view
         if view is None:
-            layers = self.models[TARGET].layers
-            view = View(sequence, self.visions, sequence.limit, 0, chunk, self._readers, layers)
+            layers, visions = self.models[TARGET].layers, self._visions(sequence.method.drafter)
+            readers, setting = self._readers, self.setting
+            view = View(sequence, visions, sequence.limit, 0, chunk, readers, layers, setting)
             sequence.view = view
         view.allotted = allotted
         return view
@@ -69,6 +100,8 @@ class Passes:
             if len(proposal.graph) > turn.share.given + turn.share.room:
                 raise MethodFailed("a proposal larger than its share")
             return True
+        if name in sequence.method.drafter.models and name not in sequence.tables:
+            sequence.tables[name] = Table()  # somebody older took its pages
         if name not in sequence.tables:
             raise MethodFailed(f"a drafter asked {name!r}, which is not among its models")
         moves = self.pools[name].reserve(sequence.tables[name], len(proposal.graph))
@@ -83,17 +116,19 @@ class Passes:
         params, reading = turn.sequence.params, turn.reading
         if not draft:
             wants = proposal.wants
-            if wants.given and (params.has_rules or turn.sequence.grammar is not None):
-                wants = replace(wants, given=False)  # rules are for what will be said
             if params.logprobs is not None:
-                wants = replace(wants, given=False)
                 loose = turn.sequence.method.exactness is not Exactness.EXACT
-                wants = replace(wants, logprobs=params.logprobs, logits=wants.logits or loose)
+                top = max(params.logprobs, wants.logprobs or 0)
+                wants = replace(wants, logprobs=top, logits=wants.logits or loose)
             if reading:
                 wants = replace(wants, nodes=())
             if params.prompt_logprobs is not None:
                 wants = self._with_prompt(turn.sequence, proposal, wants, reading)
             proposal.wants = wants
+        masking = self._maskings[proposal.model]
+        if masking is not None and proposal.model in turn.sequence.method.drafter.fills:
+            size = self.models[proposal.model].vocab_size
+            return attach_masked(turn.sequence, proposal, self._end_tokens, masking.token, size)
         return attach(turn.sequence, proposal, self._end_tokens)
 
     def _with_prompt(

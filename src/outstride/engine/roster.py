@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import ParamSpec, TypeVar
 
 from outstride.core.contracts import Grammar, Method
@@ -48,6 +48,11 @@ class Roster:
         self._stoppers: dict[int, Stopper] = {}
         self.ended: list[Sequence] = []
 
+    @property
+    def running(self) -> list[Sequence]:
+        """Everybody who takes part in passes."""
+        return self._scheduler.running
+
     # --- beginnings -------------------------------------------------------------------------------
 
     def submit(
@@ -58,14 +63,24 @@ class Roster:
         salt: str,
         grammar: Grammar | None,
         watched: bool = True,
+        priority: int = 0,
+        fixed: Mapping[int, int] | None = None,
+        painted: bool = False,
     ) -> Sequence:
         """Takes a request in, or says why it cannot be served."""
         model, pool = self._passes.models[TARGET], self._passes.pools[TARGET]
         if missing := set(method.drafter.models) - set(self._passes.models):
             raise UnknownMethod(f"method {method.name} asks a model that is not loaded: {missing}")
-        if not tokens:
+        if bad := [t for t in method.drafter.tokens if not 0 <= t < model.vocab_size]:
+            raise UnknownMethod(
+                f"method {method.name} is to use token id {bad[0]}, which is outside the vocabulary "
+                f"of {model.vocab_size}"
+            )
+        _check_kind(self._passes, method, params, fixed)
+        if not tokens and (not fixed or model.masking is None or model.masking.shifted):
             raise InvalidPrompt("the prompt is empty")
-        if bad := [t for t in tokens if not 0 <= t < model.vocab_size]:
+        known = [*tokens, *fixed.values()] if fixed else tokens
+        if bad := [t for t in known if not 0 <= t < model.vocab_size]:
             raise InvalidPrompt(
                 f"token id {bad[0]} is outside the vocabulary of {model.vocab_size}"
             )
@@ -86,11 +101,19 @@ class Roster:
                 "answer included"
             )
         limit = min(model.context, len(tokens) + params.max_tokens)
-        if limit > pool.capacity:
+        vision = self._passes.vision(TARGET, method.drafter)
+        if (needed := method.drafter.entries(limit, vision)) > pool.capacity:
             raise OutOfMemory(
-                f"prompt and answer may need {limit} cache entries; there are {pool.capacity} in all"
+                f"prompt and answer may need {needed} cache entries; there are {pool.capacity} in all"
                 " (ask for fewer tokens, or give the engine more pages)"
             )
+        if TARGET in method.drafter.fills:
+            for name in method.drafter.models:
+                if limit > (most := self._passes.pools[name].capacity):
+                    raise OutOfMemory(
+                        f"prompt and answer may need {limit} cache entries of {name!r}, which has "
+                        f"{most} in all (ask for fewer tokens, or give the engine more pages)"
+                    )
         if method.drafter.weighed and self._scheduler.cost is None:
             self._scheduler.cost = measure(model, pool, self._scheduler.limits.nodes)
         number = next(self._ids)
@@ -107,7 +130,13 @@ class Roster:
             grammar=grammar,
             unborn=params.n - 1,
             watched=watched,
+            priority=priority,
+            block=vision.block,
+            painted=painted,
         )
+        if fixed:
+            sequence.fixed, sequence.canvas = fixed, dict(fixed)
+            sequence.early = dict.fromkeys(fixed, 0)
         sequence.group.append(sequence)
         self._equip(sequence)
         self._scheduler.add(sequence)
@@ -131,13 +160,22 @@ class Roster:
                 group=parent.group,
                 prompt_logprobs=parent.prompt_logprobs,
                 watched=parent.watched,
+                priority=parent.priority,
+                block=parent.block,
+                painted=parent.painted,
+                fixed=parent.fixed,
+                canvas=dict(parent.fixed),
+                early=dict.fromkeys(parent.fixed, 0),
             )
             parent.group.append(child)
             stopper = self._equip(child)
             for i, token in enumerate(child.output, start=child.prompt_length + 1):
                 stopper.push(token, i)
             table = parent.tables[TARGET]
-            child.tables[TARGET] = self._passes.pools[TARGET].fork(table, length - 1)
+            entries = length - 1
+            if (block := parent.block) is not None:  # whole blocks, and nothing stale
+                entries = min(entries, table.fresh) // block * block
+            child.tables[TARGET] = self._passes.pools[TARGET].fork(table, entries)
             self._scheduler.adopt(child)
 
     def _equip(self, sequence: Sequence) -> Stopper:
@@ -193,9 +231,41 @@ class Roster:
             text = stopper.text.ready(final=finished)
         if finished:
             del self._stoppers[sequence.id]
-        return Progress(sequence, emitted, text, finished)
+        canvas = dict(sequence.canvas) if sequence.painted else {}
+        return Progress(sequence, emitted, text, finished, canvas)
 
     def leaving(self) -> list[Sequence]:
         """Everybody who ended since this was last asked."""
         ended, self.ended = self.ended, []
         return ended
+
+
+def _check_kind(
+    passes: Passes, method: Method, params: SamplingParams, fixed: Mapping[int, int] | None
+) -> None:
+    """Refuses a method that asks of a model what it was not made for."""
+    drafter = method.drafter
+    for name in (TARGET, *drafter.models):
+        model, what = passes.models[name], "the model" if name == TARGET else f"model {name!r}"
+        if name in drafter.fills:
+            if model.masking is None:
+                raise UnknownMethod(
+                    f"method {method.name} fills in masks, and {what} knows none; "
+                    "use an autoregressive method, such as plain"
+                )
+        elif model.vision.block is not None and not (model.masking and model.masking.causal):
+            raise UnknownMethod(
+                f"method {method.name} decodes autoregressively, which {what} cannot; "
+                "use a method for masked models, such as steps"
+            )
+    target = passes.models[TARGET]
+    if reason := drafter.fits(target.vision, target.masking):
+        raise UnknownMethod(f"method {method.name} does not suit the model: {reason}")
+    if TARGET in drafter.fills and params.prompt_logprobs is not None:
+        raise InvalidParams(
+            f"method {method.name} gives no prompt_logprobs: a masked model does not continue a prompt"
+        )
+    if fixed and TARGET not in drafter.fills:
+        raise UnknownMethod(
+            f"method {method.name} cannot fill in holes; use a method for masked models, such as steps"
+        )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from outstride.core.graph import NodeId
+import numpy as np
+
+from outstride.core.graph import MIXTURE, NodeId
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import Proposal
 from outstride.core.sampling import Draw, Purpose, Rules
@@ -44,7 +46,8 @@ def attach(sequence: Sequence, proposal: Proposal, end_tokens: Collection[int]) 
     silent = {t: float("-inf") for t in (*end_tokens, *params.stop_token_ids)}
     rules: dict[int, Rules] = {}
     for node in proposal.wanted:
-        drafted = [int(graph.tokens[i]) for i in graph.path(NodeId(node)) if i >= proposal.given]
+        above = [i for i in graph.path(NodeId(node)) if i >= proposal.given]
+        drafted = [int(graph.tokens[i]) for i in above if not graph.probes[i]]
         added = dict(params.logit_bias)
         if params.presence_penalty or params.frequency_penalty:
             for token, count in (settled + Counter(drafted)).items():
@@ -59,6 +62,56 @@ def attach(sequence: Sequence, proposal: Proposal, end_tokens: Collection[int]) 
             allowed=None
             if grammar is None
             else grammar.allowed([*sequence.tokens[start:], *drafted]),
+        )
+    proposal.rules = rules
+    return proposal
+
+
+def attach_masked(
+    sequence: Sequence,
+    proposal: Proposal,
+    end_tokens: Collection[int],
+    mask: int,
+    vocab_size: int,
+) -> Proposal:
+    """The same for a model that fills in masks, which never answers with a mask.
+
+    A node goes by what is settled anywhere, and by what its rival canvas assumes. A grammar can speak
+    only about the first gap: behind it nobody knows what comes before.
+    """
+    params, purpose, start = sequence.params, proposal.draw.purpose, sequence.prompt_length
+    if purpose not in sequence.draws:
+        sequence.draws[purpose] = draw_of(params, sequence.seed, sequence.index, purpose)
+    proposal.draw = sequence.draws[purpose]
+    graph, grammar = proposal.graph, sequence.grammar
+    settled = {**dict(enumerate(sequence.tokens)), **sequence.canvas}
+    silent = dict.fromkeys((*end_tokens, *params.stop_token_ids), float("-inf"))
+    never = {mask: float("-inf")} if mask < vocab_size else {}
+    if not (params.has_rules or never or grammar):
+        return proposal
+    counting = params.presence_penalty or params.frequency_penalty
+    penalised = counting or params.repetition_penalty != 1.0
+    rules: dict[int, Rules] = {}
+    texts: dict[int, dict[int, int]] = {}  # by block: its nodes see the same
+    for node in map(int, proposal.wanted):
+        position, block = int(graph.positions[node]) + proposal.offset, int(graph.blocks[node])
+        if penalised and block not in texts:
+            seen = np.flatnonzero(graph.sees[node] & ~np.isin(graph.tokens, (mask, MIXTURE)))
+            texts[block] = settled | {int(graph.positions[i]): int(graph.tokens[i]) for i in seen}
+        known = texts.get(block, settled)
+        added = {**params.logit_bias, **never}
+        if counting:
+            for token, count in Counter(t for p, t in known.items() if p >= start).items():
+                penalty = params.presence_penalty + params.frequency_penalty * count
+                added[token] = added.get(token, 0.0) - penalty
+        if position - start < params.min_tokens:
+            added |= silent
+        first = grammar is not None and position == len(sequence.tokens)
+        rules[node] = Rules(
+            scaled=tuple(sorted(set(known.values()))) if params.repetition_penalty != 1.0 else (),
+            scale=params.repetition_penalty,
+            added=added,
+            allowed=grammar.allowed(sequence.tokens[start:]) if grammar and first else None,
         )
     proposal.rules = rules
     return proposal

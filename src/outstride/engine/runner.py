@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from outstride.core.contracts import Method
+from outstride.core.contracts import Grammar, Method
 from outstride.core.params import SamplingParams
 from outstride.core.sequence import Sequence
 from outstride.engine.engine import Engine
@@ -38,6 +39,13 @@ class Ticket:
     salt: str = ""
     watched: bool = True
     """Whether its owner wants to hear of each pass, not only of the end."""
+    fixed: Mapping[int, int] | None = None
+    """Tokens behind the prompt that are known already, by position."""
+    painted: bool = False
+    """Whether its owner wants to see what stands beyond gaps, too."""
+    grammar: Grammar | None = None
+    priority: int = 0
+    """Whoever has the lower one is served first."""
     sequences: list[Sequence] = field(default_factory=list)
     finished: int = 0
 
@@ -45,8 +53,11 @@ class Ticket:
 class Runner:
     """Owns an engine. `submit` and `cancel` may be called from any thread; sinks run on its own."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, after: Callable[[], None] = lambda: None) -> None:
         self.engine = engine
+        self._after = after
+        self.cpu = 0.0
+        """Seconds of processor time that this process spent in steps."""
         self._tickets: dict[int, Ticket] = {}
         self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -60,6 +71,10 @@ class Runner:
     def cancel(self, ticket: Ticket) -> None:
         """Ends a request before the next pass."""
         self._ask(lambda: self._stop(ticket))
+
+    def ask(self, errand: Callable[[], None]) -> None:
+        """Does something between two passes, on the engine's thread."""
+        self._ask(errand)
 
     def close(self) -> None:
         """Cancels what runs and ends the thread."""
@@ -95,8 +110,10 @@ class Runner:
                     self._step()
                 return
             errand()
+            self._after()
 
     def _step(self) -> None:
+        before = time.process_time()
         try:
             self.engine.step(self._tell)
         except Exception as error:  # the engine itself broke: nobody may be left waiting
@@ -105,6 +122,8 @@ class Runner:
                 ticket.sink(Event(error=error, done=True))
             self._tickets.clear()
             self.engine.commit.forget()
+            self._after()
+        self.cpu += time.process_time() - before
 
     def _tell(self, news: list[Progress]) -> None:
         for progress in news:
@@ -115,6 +134,7 @@ class Runner:
             ticket.sink(Event(progress=progress, done=done))
             if done:
                 del self._tickets[request]
+        self._after()
 
     def _start(self, ticket: Ticket) -> None:
         try:
@@ -123,7 +143,11 @@ class Runner:
                 ticket.params,
                 ticket.method,
                 salt=ticket.salt,
+                grammar=ticket.grammar,
                 watched=ticket.watched,
+                fixed=ticket.fixed,
+                painted=ticket.painted,
+                priority=ticket.priority,
             )
         except Exception as error:
             ticket.sink(Event(error=error, done=True))

@@ -4,7 +4,8 @@ There are no phases. A sequence has settled tokens that the model has not read (
 is being generated has one of them, a fresh prompt has many. Each step hands out a budget of nodes:
 
 1. everybody who has one token pending gets its node, and what its method needs at the least;
-2. prompts take from what is left, oldest first, in chunks: a long one never holds up the others;
+2. prompts take from what is left, oldest first, in chunks: a long one never holds up the others, and
+   where the cost of passes is known, passes do not take much longer because of them;
 3. drafts of a size of their own share the rest, best expected gain per node first;
 4. drafts that leave their size to the plan get the nodes that are worth what they cost in this pass,
    by the measured cost of passes: many when nobody else is there, none when the machine is full.
@@ -20,10 +21,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from outstride.cache.pool import Moves, PagePool
-from outstride.core.contracts import Demand, Vision
+from outstride.core.contracts import Demand
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Sequence, Status, Table
 from outstride.engine.cost import Cost
+
+PATIENCE = 2.5
+"""How many times as long as usual a pass may take because somebody's prompt is read in it. If more
+sequences read than talk, so many times more: then those who wait are the others."""
+PROGRESS = 4
+"""Nodes that a prompt may read in any case."""
+
+
+PROMISE = 1.08
+"""What drafting has to promise over not drafting: whoever picks the best estimates picks high ones."""
 
 
 @dataclass(slots=True)
@@ -70,12 +81,9 @@ class Limits:
 class Scheduler:
     """Continuous batching over one pool of the target's pages."""
 
-    def __init__(
-        self, pools: Mapping[str, PagePool], visions: Mapping[str, Vision], limits: Limits
-    ) -> None:
+    def __init__(self, pools: Mapping[str, PagePool], limits: Limits) -> None:
         self._pools = pools
         self._pool = pools[TARGET]
-        self._block = visions[TARGET].block
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -89,7 +97,14 @@ class Scheduler:
         yield from self.waiting
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        """By priority, and among equals by age."""
+        rank, place = (sequence.priority, sequence.id), len(self.waiting)
+        while place and (self.waiting[place - 1].priority, self.waiting[place - 1].id) > rank:
+            place -= 1
+        self.waiting.insert(place, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forgets a sequence that ended and frees what it held."""
@@ -117,8 +132,7 @@ class Scheduler:
         self._release(sequence)
         sequence.status = Status.WAITING
         sequence.counts.preempted += 1
-        place = sum(other.id < sequence.id for other in self.waiting)
-        self.waiting.insert(place, sequence)
+        self._queue(sequence)
 
     # --- the plan ---------------------------------------------------------------------------------
 
@@ -130,51 +144,73 @@ class Scheduler:
         for sequence in list(self.running):
             demands[sequence]
         pending = {sequence: self._pending(sequence) for sequence in self.running}
+        reads = {s: pending[s] > max(1, demands[s].least) for s in self.running}
         order = sorted(
             self.running,  # readers come last
-            key=lambda s: (pending[s] > 1, served.get(s.id, 0), s.id),
+            key=lambda s: (reads[s], served.get(s.id, 0), s.priority, s.id),
         )
-        preempted = False
+        preempted, talking = False, 0
+        places = self.limits.sequences - len(self.running)
+        readers = sum(reads.values()) + min(len(self.waiting), places)
         for sequence in order:
             if sequence.status is not Status.RUNNING:
                 preempted = True
                 continue
-            share = self._least(sequence, pending[sequence], demands[sequence], budget, plan)
+            room = budget
+            if reads[sequence]:
+                room = self._readable(sequence, budget, talking, readers)
+            share = self._least(sequence, pending[sequence], demands[sequence], room, plan)
             if share is None:
                 continue
             if not self._reserve(share, plan):
                 preempted = True
                 continue
             budget -= share.given + share.room
+            talking += 0 if reads[sequence] else share.given + share.room
             plan.shares.append(share)
         if not preempted:
-            budget = self._admit(plan, demands, budget)
+            budget = self._admit(plan, demands, budget, talking, readers)
         budget = self._widen(plan, demands, budget)
         self._weigh(plan, demands, budget)
         for share in plan.shares:
             served[share.sequence.id] = self._clock
         return plan
 
+    def _readable(self, sequence: Sequence, budget: int, talking: int, readers: int) -> int:
+        """How much a prompt may read beside `talking` nodes of others, so that these hardly wait."""
+        if self.cost is None or not talking or sequence.block is not None:
+            return budget
+        usual = self.cost.curve(self.limits.nodes)[talking]
+        patience = PATIENCE * max(1.0, readers / talking)
+        bound = max(int((patience - 1.0) * usual / self.cost.reading), PROGRESS)
+        taken = self.limits.nodes - budget - talking
+        return max(min(budget, bound - taken), 0)
+
     def _pending(self, sequence: Sequence) -> int:
-        return sequence.tables[TARGET].lacking(len(sequence.tokens), self._block)
+        if sequence.order:
+            return len(sequence.unread())
+        return sequence.tables[TARGET].lacking(len(sequence.tokens), sequence.block)
 
     def _least(
         self, sequence: Sequence, pending: int, demand: Demand, budget: int, plan: Plan
     ) -> Share | None:
         """The smallest useful share, or None if this pass has no place for it."""
-        chunk = self._chunk(pending, budget if plan.shares else max(budget, 1))
+        chunk = self._chunk(pending, budget if plan.shares else max(budget, 1), sequence.block)
         least = demand.least if chunk == pending else 0
         if chunk + least > budget and plan.shares:
-            return None
+            # One canvas that no pass has room for is let in, or it would wait for ever.
+            most = self.limits.nodes
+            if least <= most or any(share.room > most for share in plan.shares):
+                return None
         if chunk == 0 and least == 0:
             return None
         return Share(sequence, chunk, least, pending)
 
-    def _chunk(self, pending: int, budget: int) -> int:
+    def _chunk(self, pending: int, budget: int, block: int | None) -> int:
         """How much of what is pending fits, ending where the model may be cut."""
-        if pending <= budget or self._block is None:
-            return min(pending, budget)
-        return max(1, budget // self._block) * self._block
+        if pending <= budget or block is None:
+            return max(0, min(pending, budget))  # one canvas may be larger than the budget
+        return max(1, budget // block) * block
 
     def _reserve(self, share: Share, plan: Plan) -> bool:
         """Pages for a share, by preempting younger sequences if need be."""
@@ -187,12 +223,12 @@ class Scheduler:
                 return True
             planned = {s.sequence.id for s in plan.shares}
             victims = [s for s in self.running if s.id not in planned]
-            victim = max(victims, key=lambda s: s.id)
+            victim = max(victims, key=lambda s: (s.priority, s.id))
             self.preempt(victim)
             if victim is share.sequence:
                 return False
 
-    def _admit(self, plan: Plan, demands: _Demands, budget: int) -> int:
+    def _admit(self, plan: Plan, demands: _Demands, budget: int, talking: int, readers: int) -> int:
         """Takes in waiting sequences while nodes and pages last."""
         while self.waiting and len(self.running) < self.limits.sequences and budget > 0:
             sequence = self.waiting[0]
@@ -200,13 +236,15 @@ class Scheduler:
             if sequence.status is Status.FINISHED:
                 continue  # its method failed to say what it wants
             reuse = sequence.params.prompt_logprobs is None or len(sequence.output) > 0
-            table = self._pool.open(sequence.tokens, sequence.salt, reuse=reuse)
+            reuse = reuse and not sequence.order
+            table = self._pool.open(sequence.tokens, sequence.salt, sequence.block, reuse=reuse)
             unread = len(sequence.tokens) - len(table)
             if self._pool.pages_for(unread) + 1 > self._pool.available and self.running:
                 self._pool.close(table)
                 break
             sequence.tables = {TARGET: table}
-            share = self._least(sequence, self._pending(sequence), demand, budget, plan)
+            room = self._readable(sequence, budget, talking, readers)
+            share = self._least(sequence, self._pending(sequence), demand, room, plan)
             moves = self._pool.reserve(table, share.given + share.room) if share else None
             if share is None or moves is None:
                 self._pool.close(table)
@@ -267,7 +305,7 @@ class Scheduler:
         # Prompts are read in any case: what they cost does not make drafts any cheaper.
         base = curve[max(nodes - reading, 1)] - curve[nodes]
         tokens, worth = float(len(emitting)), 0
-        best = tokens / (base + curve[nodes])
+        best = PROMISE * tokens / (base + curve[nodes])
         for count, (gain, _, _) in enumerate(offers, start=1):
             tokens -= gain
             rate = tokens / (base + curve[nodes + count])

@@ -1,0 +1,56 @@
+"""`outstride fill`: a text with holes, filled in by a masked model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from outstride.cli import sampling, screen
+from outstride.cli.context import Context, add_model_options, check_method
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "fill",
+        help="fill in the holes of a text",
+        description="Fills in the holes of a text with a masked (diffusion) model. Holes are written "
+        "<mask:8>, for eight tokens. The last line says what it cost.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("text", metavar="TEXT", help="the text; - reads it from standard input")
+    add_model_options(parser)
+    parser.add_argument(
+        "--method", help="name or name:key=value,… (default steps; see `outstride methods`)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
+    unused = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
+    sampling.add(parser, without=unused)
+    parser.set_defaults(action=run, parser=parser)
+
+
+def run(args: argparse.Namespace, context: Context) -> int:
+    """Fills in."""
+    params = sampling.params_of(args)
+    check_method(args.method)
+    text = sys.stdin.read().rstrip("\n") if args.text == "-" else args.text
+    with context.load(args.model, args.weights) as llm:
+        found = llm.fill(text, params, method=args.method or "steps")
+        if args.json:
+            samples = [
+                {"text": f.text, "holes": f.holes, "completion": f.completion.to_dict()}
+                for f in found
+            ]
+            values = {"model": llm.name, "fingerprint": llm.fingerprint, "outputs": samples}
+            print(json.dumps(values, ensure_ascii=False))
+            return 0
+    for filled in found:
+        print(screen.clean(filled.text))
+    if params.temperature > 0 and params.seed is None:
+        screen.note(f"--seed {found[0].completion.seed} gives this text again")
+    print(screen.stats_line([filled.completion for filled in found]), flush=True)
+    return 0

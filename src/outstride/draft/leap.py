@@ -1,0 +1,34 @@
+"""Certainty spreads to the neighbours of certain tokens."""
+
+from __future__ import annotations
+
+from outstride.draft.canvas import Canvas
+from outstride.registry import method
+
+
+@method("leap", family="diffusion", acceptor="leap")
+class Leap(Canvas):
+    """Settles very sure positions, and with them near ones that are only fairly sure.
+
+    Positions with at least the probability `anchor` are anchors; within `radius` of one, `relaxed` is
+    enough.
+
+    Paper: LocalLeap (Kong et al., 2025)
+    Exactness: lossy
+    Needs: a masked model
+    Cost per step: one block, for as many tokens as are sure
+    """
+
+    def __init__(
+        self,
+        *,
+        anchor: float = 0.9,
+        relaxed: float = 0.75,
+        radius: int = 4,
+        block: int = 0,
+        cache: str = "none",
+        refresh: int = 0,
+    ) -> None:
+        super().__init__(block=block, cache=cache, refresh=refresh)
+        if not 0 < relaxed <= anchor <= 1 or radius < 0:
+            raise ValueError("needs 0 < relaxed <= anchor <= 1 and radius >= 0")

@@ -1,0 +1,36 @@
+"""The schedule that the published models are decoded with, and that others are measured against."""
+
+from __future__ import annotations
+
+from outstride.core.proposal import Wants
+from outstride.draft.canvas import Canvas
+from outstride.registry import method
+
+ASKS = {
+    "confidence": Wants(logprobs=0),
+    "margin": Wants(logprobs=2),
+    "entropy": Wants(logprobs=0, logits=True),
+    "random": Wants(logprobs=0),
+}
+"""What each order has to know of a position."""
+
+
+@method("steps", family="diffusion", acceptor="steps")
+class Steps(Canvas):
+    """Fills in a block of masks, a fixed number of tokens per pass: the default of masked models.
+
+    Each pass settles the `count` positions that come first by `order`: by confidence (the probability
+    of the chosen token), margin (its lead over the next), entropy, or at random. The text depends on
+    this schedule, so it is the text that `verify` is exact to, as others are exact to `plain`.
+
+    Paper: LLaDA (Nie et al., 2025); Dream (Ye et al., 2025); margins after Kim et al. (2025)
+    Exactness: exact to steps, by definition
+    Needs: a masked model
+    Cost per step: one block (a full canvas: all of it) for `count` tokens
+    """
+
+    def __init__(self, *, count: int = 1, order: str = "confidence", block: int = 0) -> None:
+        super().__init__(block=block)
+        if count < 1 or order not in ASKS:
+            raise ValueError(f"needs count >= 1 and order one of {', '.join(ASKS)}")
+        self.asks = ASKS[order]
