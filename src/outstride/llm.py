@@ -7,13 +7,14 @@ import queue
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from outstride import registry
 from outstride.core.contracts import Method
+from outstride.core.holes import Holes, parse
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Sequence
@@ -28,7 +29,7 @@ from outstride.errors import (
     VocabularyMismatch,
 )
 from outstride.models.load import Loaded, load
-from outstride.results import Chunk, Completion, Result, completion_of, prompt_logprobs_of
+from outstride.results import Chunk, Completion, Filled, Result, completion_of, prompt_logprobs_of
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Seq[int] | Seq[Message]
@@ -77,6 +78,9 @@ class _Collector:
             trace = sequence.trace[done:]
             self.seen[index] = done + len(trace)
         chunk = Chunk(event.progress.text, event.progress.tokens, index, trace)
+        if sequence.painted:
+            start = sequence.prompt_length
+            chunk.canvas = {p - start: token for p, token in event.progress.canvas.items()}
         if event.progress.finished:
             chunk.completion = self.outputs[index] = completion_of(
                 sequence,
@@ -136,10 +140,16 @@ class _Base:
         """Names what the promise covers: weights, operations and build."""
         return self.model.fingerprint
 
-    def method(self, spec: str | Method) -> Method:
+    @property
+    def default_method(self) -> str:
+        """What requests get that name no method: the plainest that the model can be decoded with."""
+        return "plain" if self.model.vision.block is None else "steps"
+
+    def method(self, spec: str | Method | None = None) -> Method:
         """A method as written, with the model it names loaded."""
         if isinstance(spec, Method):
             return spec
+        spec = spec or self.default_method
         if spec not in self._methods:
             entry, options = registry.parse(spec)
             given = {}
@@ -180,17 +190,18 @@ class _Base:
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        method: str | Method,
+        method: str | Method | None,
         sink: Callable[[Event], None],
         *,
         chat: bool,
         trace: bool,
         salt: str,
         watched: bool,
+        painted: bool = False,
     ) -> tuple[Ticket, _Collector]:
         tokens = self.encode(prompt, chat=chat)
         params = params or SamplingParams()
-        ticket = Ticket(tokens, params, self.method(method), sink, salt, watched)
+        ticket = Ticket(tokens, params, self.method(method), sink, salt, watched, painted=painted)
         return ticket, _Collector(tokens, trace)
 
     @staticmethod
@@ -204,7 +215,7 @@ class _Base:
 
     def _requests(
         self, prompts: Any, params: Any, method: Any
-    ) -> list[tuple[Prompt, SamplingParams | None, str | Method]]:
+    ) -> list[tuple[Prompt, SamplingParams | None, str | Method | None]]:
         listed = [prompts] if _is_one(prompts) else list(prompts)
         return list(
             zip(
@@ -238,7 +249,7 @@ class LLM(_Base):
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        method: str | Method | Seq[str | Method] = "plain",
+        method: str | Method | Seq[str | Method] | None = None,
         trace: bool = False,
         salt: str = "",
         _chat: bool = False,
@@ -284,7 +295,7 @@ class LLM(_Base):
         messages: str | Seq[Message] | Seq[Seq[Message]] | Seq[str],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        method: str | Method | Seq[str | Method] = "plain",
+        method: str | Method | Seq[str | Method] | None = None,
         trace: bool = False,
         salt: str = "",
     ) -> list[Result]:
@@ -296,14 +307,26 @@ class LLM(_Base):
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        method: str | Method = "plain",
+        method: str | Method | None = None,
         trace: bool = False,
         salt: str = "",
+        canvas: bool = False,
     ) -> Iterator[Chunk]:
-        """Answers one prompt (messages: by the chat template) piece by piece, one per pass."""
+        """Answers one prompt (messages: by the chat template) piece by piece, one per pass.
+
+        With `canvas`, each pass is reported, with what a masked model has settled beyond gaps.
+        """
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         ticket, collector = self._ticket(
-            prompt, params, method, inbox.put, chat=False, trace=trace, salt=salt, watched=True
+            prompt,
+            params,
+            method,
+            inbox.put,
+            chat=False,
+            trace=trace,
+            salt=salt,
+            watched=True,
+            painted=canvas,
         )
         self._runner.submit(ticket)
         done = False
@@ -314,11 +337,52 @@ class LLM(_Base):
                 chunk = collector.take(event)
                 if collector.error is not None:
                     raise collector.error
-                if chunk is not None and (chunk.text or chunk.token_ids or chunk.completion):
+                if chunk is not None and (canvas or chunk):
                     yield chunk
         finally:
             if not done:
                 self._runner.cancel(ticket)
+
+    def fill(
+        self,
+        text: str,
+        params: SamplingParams | None = None,
+        *,
+        method: str | Method | None = None,
+        trace: bool = False,
+        salt: str = "",
+    ) -> list[Filled]:
+        """Fills in the holes of a text, written as `<mask:8>`: one `Filled` for each of n samples.
+
+        The holes say how long the answer is; limits, stops and ends of text play no part.
+        """
+        encode = self.tokenizer.encode
+        holes = parse(text, lambda piece, first: encode(piece, add_special=first))
+        size = holes.length - len(holes.prompt)
+        params = replace(
+            params or SamplingParams(), max_tokens=size, min_tokens=size, ignore_eos=True
+        )
+        inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        ticket = Ticket(holes.prompt, params, self.method(method), inbox.put, salt, watched=False)
+        ticket.fixed = holes.fixed
+        collector, done = _Collector(holes.prompt, trace), False
+        self._runner.submit(ticket)
+        try:
+            while not done:
+                event = inbox.get()
+                done = event.done
+                collector.take(event)
+        finally:
+            if not done:
+                self._runner.cancel(ticket)
+        if collector.error is not None:
+            raise collector.error
+        return [self._filled(holes, output) for output in collector.result().outputs]
+
+    def _filled(self, holes: Holes, output: Completion) -> Filled:
+        tokens, decode = [*holes.prompt, *output.token_ids], self.tokenizer.decode
+        spans = [decode([tokens[p] for p in span]) for span in holes.spans]
+        return Filled(decode(tokens), spans, output)
 
     def __enter__(self) -> Self:
         return self
@@ -340,7 +404,7 @@ class AsyncLLM(_Base):
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        method: str | Method | Seq[str | Method] = "plain",
+        method: str | Method | Seq[str | Method] | None = None,
         trace: bool = False,
         salt: str = "",
         _chat: bool = False,
@@ -359,7 +423,7 @@ class AsyncLLM(_Base):
         messages: str | Seq[Message] | Seq[Seq[Message]] | Seq[str],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        method: str | Method | Seq[str | Method] = "plain",
+        method: str | Method | Seq[str | Method] | None = None,
         trace: bool = False,
         salt: str = "",
     ) -> list[Result]:
@@ -373,7 +437,7 @@ class AsyncLLM(_Base):
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        method: str | Method = "plain",
+        method: str | Method | None = None,
         trace: bool = False,
         salt: str = "",
     ) -> AsyncIterator[Chunk]:
@@ -384,14 +448,14 @@ class AsyncLLM(_Base):
         async for collector, chunk in events:
             if collector.error is not None:
                 raise collector.error
-            if chunk is not None and (chunk.text or chunk.token_ids or chunk.completion):
+            if chunk:
                 yield chunk
 
     async def _collect(
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        method: str | Method,
+        method: str | Method | None,
         *,
         chat: bool,
         trace: bool,
@@ -412,7 +476,7 @@ class AsyncLLM(_Base):
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        method: str | Method,
+        method: str | Method | None,
         *,
         chat: bool,
         trace: bool,

@@ -165,10 +165,24 @@ class Chunk:
     index: int = 0
     trace: list[Provenance] | None = None
     completion: Completion | None = None
+    canvas: dict[int, int] | None = None
+    """What stands beyond gaps, by place in the answer, for streams that asked for it."""
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.token_ids or self.completion)
 
     @property
     def finish_reason(self) -> str | None:
         return self.completion.finish_reason if self.completion else None
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A text whose holes were filled in; `holes` are what was put into them."""
+
+    text: str
+    holes: list[str]
+    completion: Completion
 
 
 def _logprob(row: tuple[tuple[int, float], ...]) -> TokenLogprob:
@@ -182,7 +196,9 @@ def completion_of(
     """The answer that a finished sequence gave."""
     logprobs = None
     if sequence.params.logprobs is not None:
-        logprobs = [_logprob(row) for _, row in sorted(sequence.logprobs.items())]
+        end = len(sequence.tokens)  # a masked model may have settled more, behind the end
+        rows = sorted(sequence.logprobs.items())
+        logprobs = [_logprob(row) for position, row in rows if position < end]
     return Completion(
         text=text,
         token_ids=sequence.output,

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import outstride
-from outstride.cli import bench, chat, methods, models, prove, run, screen
+from outstride.cli import batch, bench, chat, fill, methods, models, prove, run, screen, serve
 from outstride.cli.context import Context, usual
 
-COMMANDS = (run, chat, methods, models, bench, prove)
+COMMANDS = (run, chat, fill, serve, batch, methods, models, bench, prove)
 
 FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from outstride.cli import sampling, screen
+from outstride.cli import load, parallel, sampling, screen
 from outstride.cli.context import Context, add_model_options, check_method
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def add(commands: Any) -> None:
     )
     parser.set_defaults(action=lambda _args, _context: _choose(parser))
     kinds = parser.add_subparsers(metavar="WHAT", dest="what")
+    load.add(kinds, output)
     step = kinds.add_parser(
         "step",
         help="what one pass of the model costs",
@@ -174,6 +175,7 @@ def add(commands: Any) -> None:
     )
     output(acceptance)
     acceptance.set_defaults(action=run_acceptance)
+    parallel.add(kinds)
 
 
 def _choose(parser: argparse.ArgumentParser) -> int:
@@ -198,7 +200,7 @@ def deliver(result: BenchResult, args: argparse.Namespace) -> None:
         screen.note(f"written to {args.out}")
 
 
-def _close(result: BenchResult, args: argparse.Namespace) -> int:
+def close(result: BenchResult, args: argparse.Namespace) -> int:
     """Every bench ends alike: the result where it was asked for, and as the last line."""
     deliver(result, args)
     print(result.to_json(), flush=True)
@@ -234,7 +236,7 @@ def run_step(args: argparse.Namespace, context: Context) -> int:
         result.finish(report.samples(), report.summary())
     if not args.json:
         _print_step(report, result)
-    return _close(result, args)
+    return close(result, args)
 
 
 def _print_step(report: StepReport, result: BenchResult) -> None:
@@ -308,7 +310,7 @@ def run_against(args: argparse.Namespace, context: Context) -> int:
     result.finish(report.samples(), report.summary())
     if not args.json:
         _print_peers(report, result)
-    return _close(result, args)
+    return close(result, args)
 
 
 def run_card(args: argparse.Namespace) -> int:
@@ -329,7 +331,7 @@ def run_card(args: argparse.Namespace) -> int:
     result.finish(report.samples(), report.summary())
     if not args.json:
         _print_peers(report, result)
-    return _close(result, args)
+    return close(result, args)
 
 
 def _print_peers(report: PeerReport, result: BenchResult) -> None:
@@ -418,7 +420,7 @@ def run_decode(args: argparse.Namespace, context: Context) -> int:
     result.finish(report.samples(), report.summary())
     if not args.json:
         _print_decode(report, result)
-    return _close(result, args)
+    return close(result, args)
 
 
 def _print_decode(report: DecodeReport, result: BenchResult) -> None:
@@ -498,7 +500,7 @@ def run_fidelity(args: argparse.Namespace, context: Context) -> int:
     result.finish(report.samples(), report.summary())
     if not args.json:
         _print_fidelity(report, settings)
-    return _close(result, args)
+    return close(result, args)
 
 
 def _print_fidelity(report: FidelityReport, settings: dict[str, Any]) -> None:
@@ -539,7 +541,7 @@ def run_acceptance(args: argparse.Namespace, _: Context) -> int:
     result.finish(report.samples(), report.summary())
     if not args.json:
         _print_acceptance(report)
-    return _close(result, args)
+    return close(result, args)
 
 
 def _print_acceptance(report: AcceptanceReport) -> None:

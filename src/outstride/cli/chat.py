@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
     )
     add_model_options(parser)
     parser.add_argument(
-        "--method", default="plain", help="name or name:key=value,… (default plain)"
+        "--method", help="name or name:key=value,… (default plain, or steps for a masked model)"
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
     sampling.add(parser, without=_USELESS)
@@ -56,12 +56,13 @@ def run(args: argparse.Namespace, context: Context) -> int:
     params = sampling.params_of(args)
     check_method(args.method)
     with context.load(args.model, args.weights) as llm:
-        chat = Chat(llm, method=args.method, params=params, system=args.system)
-        llm.method(args.method)
+        method = args.method or llm.default_method
+        chat = Chat(llm, method=method, params=params, system=args.system)
+        llm.method(method)
         if sys.stdin.isatty():
             with suppress(ImportError):
                 import readline  # noqa: F401  line editing and history for input()
-            screen.note(f"{llm.name}, {args.method}. /help lists commands, Ctrl-D leaves.")
+            screen.note(f"{llm.name}, {method}. /help lists commands, Ctrl-D leaves.")
         chat.loop()
     return 0
 

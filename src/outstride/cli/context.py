@@ -39,10 +39,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights",
-        choices=("auto", "int8", "fp32", "bf16"),
+        choices=("auto", "int8", "int4", "fp32", "bf16"),
         default="auto",
-        help="format to compute in: int8 on native CPU kernels, fp32 on the torch reference, bf16 on "
-        "an NVIDIA card (default auto: int8 where the kernels were built)",
+        help="format to compute in: int8 or int4 on native CPU kernels (int4 in groups of 32, the "
+        "head in int8), fp32 on the torch reference, bf16 on an NVIDIA card "
+        "(default auto: int8 where the kernels were built)",
     )
 
 
@@ -58,7 +59,8 @@ def _load(name: str, weights: str) -> LLM:
     return llm
 
 
-def check_method(spec: str) -> None:
+def check_method(spec: str | None) -> None:
     """Refuses a method that does not exist before a model is loaded for it."""
     registry.discover()
-    registry.parse(spec)
+    if spec is not None:
+        registry.parse(spec)

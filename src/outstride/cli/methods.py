@@ -41,6 +41,7 @@ def _values(entry: registry.Entry) -> dict[str, Any]:
         "name": entry.name,
         "family": entry.family,
         "exactness": entry.exactness.value,
+        "exact_to": entry.exact_to if entry.exactness.value == "exact" else None,
         "needs": list(entry.needs),
         "paper": entry.paper,
         "summary": entry.summary,
@@ -78,10 +79,11 @@ def _print(entries: list[registry.Entry]) -> None:
             about.append(f"\noptions: {', '.join(map(_option, entry.options))}", style="cyan")
         about.append(f"\n{entry.paper}\n", style="dim")
         exactness = entry.exactness.value
+        whose = f"{exactness} to {entry.exact_to}" if entry.exact_to != "plain" else exactness
         table.add_row(
             entry.name,
             entry.family,
-            Text(exactness, style=_COLOURS[exactness]),
+            Text(whose, style=_COLOURS[exactness]),
             ", ".join(entry.needs) or "-",
             about,
         )

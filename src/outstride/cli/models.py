@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace, _context: Context) -> int:
     """Lists."""
     from outstride.models.config import ARCHITECTURES
-    from outstride.models.fetch import ALIASES, cache_dir
+    from outstride.models.fetch import ALIASES, cache_dir, shipped
 
     models = []
     for name, source in sorted(ALIASES.items()):
@@ -46,16 +46,19 @@ def run(args: argparse.Namespace, _context: Context) -> int:
     if args.json:
         values = {
             "models": models,
+            "shipped": {name: str(path) for name, path in shipped().items()},
             "architectures": architectures,
             "cache": str(cache_dir()),
         }
         print(json.dumps(values, ensure_ascii=False))
     else:
-        _print(models, architectures, cache_dir())
+        _print(models, list(shipped()), architectures, cache_dir())
     return 0
 
 
-def _print(models: list[dict[str, Any]], architectures: list[str], cache: Path) -> None:
+def _print(
+    models: list[dict[str, Any]], parts: list[str], architectures: list[str], cache: Path
+) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -69,6 +72,8 @@ def _print(models: list[dict[str, Any]], architectures: list[str], cache: Path) 
         here = Text("yes", style="green") if model["cached"] else Text("no", style="yellow")
         where = model["path"] or f"fetched on first use from {model['source']}"
         table.add_row(model["name"], f"{model['bytes'] / 1e6:.0f} MB", here, where)
+    for name in parts:
+        table.add_row(name, "2 MB", Text("yes", style="green"), "part of Outstride; for measuring")
     console = screen.console()
     console.print(table)
     console.print(

@@ -150,10 +150,8 @@ def _print_case(console: Console, case: ProofCase) -> None:
 def _side(side: Side, finish: str | None) -> str:
     if side.token is None:
         return f"the end of the answer ({finish})"
-    return (
-        f"token {side.token} {screen.token_text(side.text)!r}, "
-        f"logit {side.logit:.6f}, rank {side.rank}"
-    )
+    said = f"token {side.token} {screen.token_text(side.text)!r}"
+    return said if side.logit is None else f"{said}, logit {side.logit:.6f}, rank {side.rank}"
 
 
 def _print_divergence(console: Console, found: Divergence) -> None:

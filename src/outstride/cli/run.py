@@ -33,8 +33,8 @@ def add(commands: Any) -> None:
     add_model_options(parser)
     parser.add_argument(
         "--method",
-        default="plain",
-        help="name or name:key=value,… (default plain; see `outstride methods`)",
+        help="name or name:key=value,… (default plain, or steps for a masked model; see `outstride "
+        "methods`)",
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     parser.add_argument("--raw", action="store_true", help="continue the prompt; no chat template")

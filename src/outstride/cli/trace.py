@@ -14,8 +14,20 @@ from outstride.results import Completion
 
 Decode = Callable[[Sequence[int]], str]
 
-_STYLES = {"drafted": "black on green", "bonus": "black on yellow", "plain": ""}
-_MARKS = {"drafted": ("[", "]"), "bonus": ("(", ")"), "plain": ("", "")}
+_STYLES = {
+    "drafted": "black on green",
+    "bonus": "black on yellow",
+    "plain": "",
+    "unmasked": "",
+    "given": "dim",
+}
+_MARKS = {
+    "drafted": ("[", "]"),
+    "bonus": ("(", ")"),
+    "plain": ("", ""),
+    "unmasked": ("", ""),
+    "given": ("{", "}"),
+}
 """For output without colours."""
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -57,7 +69,8 @@ def show(decode: Decode, output: Completion) -> None:
         table.add_column(name, justify="right")
     table.add_column("from")
     table.add_column("text", overflow="fold")
-    for step, batch in groupby(rows, key=lambda row: row.step):
+    in_time = sorted(rows, key=lambda row: row.step)  # a masked model goes by another order
+    for step, batch in groupby(in_time, key=lambda row: row.step):
         passed = list(batch)
         sources = dict.fromkeys(row.source for row in passed if row.kind == "drafted")
         table.add_row(
@@ -76,10 +89,14 @@ def _legend(rows: Sequence[Provenance], *, coloured: bool) -> Text:
         "drafted": "guessed, then confirmed",
         "bonus": "the model's own, behind a guess",
         "plain": "nothing was guessed",
+        "unmasked": "a mask was filled in",
+        "given": "stood there already",
     }
     lines = []
     for kind, meaning in meanings.items():
         count = sum(row.kind == kind for row in rows)
+        if not count and kind in ("unmasked", "given"):
+            continue
         left, right = ("", "") if coloured else _MARKS[kind]
         name = (f"{left}{kind}{right}", _STYLES[kind] if coloured else "")
         lines.append(Text.assemble(name, f" {count}: {meaning}"))

@@ -1,0 +1,126 @@
+"""`outstride bench parallel`: policies for masked models on tasks made to tell them apart."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from outstride.cli import screen
+from outstride.cli.context import Context, add_model_options, check_method
+
+if TYPE_CHECKING:
+    from outstride.bench.parallel import ParallelReport
+
+
+def add(kinds: Any) -> None:
+    """Adds the command."""
+    from outstride.cli.bench import output
+
+    parallel = kinds.add_parser(
+        "parallel",
+        help="exact match against tokens per pass, on tasks made to tell policies apart",
+        description="Answers list tasks with a small masked model by several policies: exact match, "
+        "tokens per pass, passes, nodes and seconds. The last line is one JSON object.",
+        allow_abbrev=False,
+    )
+    add_model_options(parallel)
+    parallel.set_defaults(model="parallel-full")
+    parallel.add_argument(
+        "--policies",
+        metavar="NAMES",
+        help="methods besides steps, with spaces between them: 'verify threshold:threshold=0.8' "
+        "(default: all that settle several tokens per pass)",
+    )
+    parallel.add_argument(
+        "--tasks", metavar="NAMES", help="tasks, with spaces between them (default: all)"
+    )
+    parallel.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="questions of each task (default 20)"
+    )
+    parallel.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="questions at a time (default 1)"
+    )
+    parallel.add_argument("--plot", metavar="FILE", help="draw the trade-off into an SVG file")
+    output(parallel)
+    parallel.set_defaults(action=run)
+
+
+def run(args: argparse.Namespace, context: Context) -> int:
+    """Compares policies for masked models on list tasks."""
+    from pathlib import Path
+
+    from outstride.bench import parallel, tradeoff
+    from outstride.bench.result import BenchResult
+    from outstride.cli.bench import close
+    from outstride.models.shipped.lists import TASKS
+
+    policies = parallel.POLICIES if args.policies is None else tuple(args.policies.split())
+    for spec in policies:
+        check_method(spec)
+    tasks = tuple(TASKS) if args.tasks is None else tuple(args.tasks.split())
+    settings = {
+        "model": args.model,
+        "weights": args.weights,
+        "policies": policies,
+        "tasks": tasks,
+        "limit": args.limit,
+        "batch": args.batch,
+    }
+    result = BenchResult("parallel", settings)
+    with context.load(args.model, args.weights) as llm:
+        settings["fingerprint"] = llm.fingerprint
+        with screen.bar("answers") as progress:
+            report = parallel.measure(
+                llm, policies, tasks=tasks, limit=args.limit, batch=args.batch, progress=progress
+            )
+    result.finish(report.samples(), report.summary())
+    if args.plot is not None:
+        title = f"{args.model}: exact match against tokens per pass"
+        Path(args.plot).write_text(tradeoff.svg(report, title), encoding="utf-8")
+    if not args.json:
+        _print(report)
+    return close(result, args)
+
+
+def _print(report: ParallelReport) -> None:
+    from rich.table import Table
+
+    console = screen.console()
+    for heading, value in (
+        ("exact match, %", "{line.match:.0f}"),
+        ("tokens per pass", "{line.tokens_per_pass:.1f}"),
+    ):
+        table = Table(box=None, pad_edge=False)
+        table.add_column(heading, no_wrap=True)
+        for task in report.tasks:
+            table.add_column(task, justify="right")
+        for policy in report.policies:
+            table.add_row(policy, *(value.format(line=line) for line in report.of(policy)))
+        console.print(table)
+        console.print()
+    costs = Table(box=None, pad_edge=False)
+    costs.add_column("all tasks")
+    costs.add_column("exactness")
+    for name in ("match", "tokens/pass", "equal", "passes", "x fewer", "nodes", "seconds"):
+        costs.add_column(name, justify="right")
+    for total in report.totals():
+        costs.add_row(
+            total.policy,
+            total.exactness,
+            f"{total.match:.1f}",
+            f"{total.tokens_per_pass:.2f}",
+            f"{total.equal}/{total.cases}",
+            str(total.passes),
+            f"{total.fewer:.2f}",
+            str(total.nodes),
+            f"{total.seconds:.2f}",
+        )
+    console.print(costs)
+    console.print(
+        "equal: answers that are token for token those of steps (with the same order, for a policy "
+        "that is exact to it); x fewer: passes of steps against passes of the policy",
+        style="dim",
+    )
+    for policy, reason in report.skipped.items():
+        console.print(f"left out: {policy}: {reason}", style="yellow")
+    console.print()

@@ -1,0 +1,227 @@
+"""`Guides` compile what an answer may look like; a `Guide` says it token by token.
+
+The parsing is llguidance's. Here its matchers become pure: a guide is asked about a path of tokens,
+and the answer depends on that path alone, so commit and rollback need no bookkeeping. Matchers are
+kept by path; the next question is mostly about the same path and one token more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+from outstride.core.graph import BoolArray
+from outstride.errors import InvalidGrammar
+from outstride.grammar.closing import Closing
+
+Bits: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+KINDS = ("json_schema", "json_object", "regex", "ebnf", "lark")
+"""What a shape can be written in; EBNF is that of GBNF files (`root ::= …`)."""
+STATES = 256
+"""Paths that a guide remembers."""
+
+
+class Vocabulary(Protocol):
+    """What is needed of a tokenizer."""
+
+    eos_ids: frozenset[int]
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+    def is_special(self, token: int) -> bool: ...
+
+
+class _Words:
+    """A vocabulary as llguidance wants to see it."""
+
+    def __init__(self, vocabulary: Vocabulary, ends: Sequence[int]) -> None:
+        known = range(vocabulary.vocab_size)
+        self._vocabulary = vocabulary
+        self.eos_token_id = ends[0]
+        self.bos_token_id = None
+        self.tokens = [vocabulary.token_bytes(token) for token in known]
+        self.special_token_ids = [token for token in known if vocabulary.is_special(token)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        return self._vocabulary.encode(text, add_special=False)
+
+
+@dataclass(slots=True)
+class _State:
+    """What may follow one path."""
+
+    matcher: LLMatcher
+    bits: Bits | None = None
+    forced: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A shape as a request states it: the kind, and the text that says it."""
+
+    kind: str
+    text: str = ""
+
+
+class Guides:
+    """Compiles shapes for one vocabulary. The latest shapes stay compiled."""
+
+    def __init__(self, vocabulary: Vocabulary, width: int | None = None, keep: int = 64) -> None:
+        ends = sorted(vocabulary.eos_ids)
+        if not ends:
+            raise InvalidGrammar("this model has no token that ends a text; shapes need one")
+        self._ends = ends
+        self._width = max(width or 0, vocabulary.vocab_size)
+        words = _Words(vocabulary, ends)
+        self._tokenizer = LLTokenizer(
+            TokenizerWrapper(words), n_vocab=self._width, eos_token=list(ends)
+        )
+        self._closing = Closing(words.tokens, ends)
+        self._keep = keep
+        self._compiled: OrderedDict[Shape, LLMatcher] = OrderedDict()
+
+    def check(self, shape: Shape) -> None:
+        """Raises InvalidGrammar, naming what is wrong or not supported."""
+        self._matcher(shape)
+
+    def compile(self, shape: Shape, most: int | None = None) -> Guide:
+        """A guide for one request; with `most`, answers come to their end within so many tokens.
+
+        A shape that no answer of that length fits is followed as far as it goes.
+        """
+        return Guide(self._matcher(shape), self._ends, self._width, self._closing, most)
+
+    def _matcher(self, shape: Shape) -> LLMatcher:
+        found = self._compiled.get(shape)
+        if found is None:
+            found = LLMatcher(
+                self._tokenizer,
+                _grammar(shape),
+                log_level=0,
+                limits=LLParserLimits(max_grammar_size=200_000),
+            )
+            if message := found.get_error():
+                raise InvalidGrammar(f"the {shape.kind} cannot be followed: {_said(message)}")
+            self._compiled[shape] = found
+            while len(self._compiled) > self._keep:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(shape)
+        return found
+
+
+def _grammar(shape: Shape) -> str:
+    """The grammar in llguidance's own writing. JSON is written without blanks: they have no end."""
+    tight: Any = {"whitespace_flexible": False}
+    try:
+        if shape.kind == "json_object":
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=tight)
+        if shape.kind == "json_schema":
+            return LLMatcher.grammar_from_json_schema(json.loads(shape.text), overrides=tight)
+        if shape.kind == "regex":
+            return LLMatcher.grammar_from_regex(shape.text)
+        if shape.kind == "ebnf":
+            return grammar_from("ebnf", shape.text)
+        if shape.kind == "lark":
+            return LLMatcher.grammar_from_lark(shape.text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidGrammar(f"the {shape.kind} cannot be read: {_said(str(error))}") from error
+    raise InvalidGrammar(f"unknown kind {shape.kind!r}; known are {', '.join(KINDS)}")
+
+
+def _said(message: str) -> str:
+    """The part of an error message that helps, on one line."""
+    return " ".join(message.split("<state>")[0].split())[:500]
+
+
+@dataclass(slots=True)
+class Guide:
+    """What one request's answer may look like, for all its samples. It is a `Grammar`."""
+
+    root: LLMatcher
+    ends: Collection[int]
+    width: int
+    closing: Closing
+    most: int | None = None
+    _states: OrderedDict[tuple[int, ...], _State] = field(default_factory=OrderedDict)
+    _tail: int = -1
+    """How many tokens before the bound the way to the end is watched; -1: not known yet."""
+
+    def allowed(self, output: Sequence[int]) -> BoolArray | None:
+        """The mask behind an output; None behind one that broke the shape, as drafts may."""
+        path = tuple(output)
+        state = self._at(path)
+        if state is None:
+            return None
+        if state.bits is None:
+            state.bits = self._mask(path, state.matcher)
+        mask: BoolArray = np.unpackbits(state.bits, count=self.width, bitorder="little").view(
+            np.bool_
+        )
+        return mask
+
+    def allows(self, output: Sequence[int], token: int) -> bool:
+        """Whether one token may follow."""
+        mask = self.allowed(output)
+        return mask is not None and 0 <= token < len(mask) and bool(mask[token])
+
+    def forced(self, output: Sequence[int]) -> tuple[int, ...]:
+        """Tokens that spell what must follow: there is no other text, only other spellings of it."""
+        path = tuple(output)
+        state = self._at(path)
+        if state is None or state.matcher.is_stopped():
+            return ()
+        if state.forced is None:
+            state.forced = tuple(state.matcher.compute_ff_tokens())
+        return state.forced
+
+    def _at(self, path: tuple[int, ...]) -> _State | None:
+        """The state behind a path, from the nearest known one before it."""
+        states = self._states
+        found = states.get(path)
+        if found is not None:
+            states.move_to_end(path)
+            return found
+        known = len(path) - 1
+        while known > 0 and path[:known] not in states:
+            known -= 1
+        start = states[path[:known]].matcher if known > 0 else self.root
+        matcher = start.deep_copy()
+        if known < len(path) and not self._follow(matcher, path[max(known, 0) :]):
+            return None
+        states[path] = found = _State(matcher)
+        while len(states) > STATES:
+            states.popitem(last=False)
+        return found
+
+    def _follow(self, matcher: LLMatcher, tokens: Sequence[int]) -> bool:
+        for token in tokens:
+            if matcher.is_stopped():
+                if token not in self.ends:
+                    return False
+            elif matcher.try_consume_tokens([token]) != 1:
+                return False
+        return True
+
+    def _mask(self, path: tuple[int, ...], matcher: LLMatcher) -> Bits:
+        """The mask as bits; near the bound on tokens, only what still leads to an end."""
+        if self.most is not None and not matcher.is_stopped():
+            if self._tail < 0:
+                self._tail = self.closing.tail(self.root)
+            left = self.most - len(path)
+            if left <= self._tail and (only := self.closing.next(matcher, left)) is not None:
+                bits = np.zeros((self.width + 7) // 8, dtype=np.uint8)
+                bits[only // 8] = 1 << only % 8
+                return bits
+        return np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)

@@ -1,0 +1,190 @@
+"""What clients may send: OpenAI's request bodies, and one object of our own.
+
+A field that is not listed is refused by name: a misspelt one would otherwise do nothing, quietly.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Text = Annotated[str, Field(max_length=1_000_000)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1_000_000)]
+Flag = bool | None
+
+
+class Strict(BaseModel):
+    """Known fields only, and no numbers written as strings."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Loose(BaseModel):
+    """An object that may hold more than is looked at here."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class Own(BaseModel):
+    """How the request is decoded. What is not listed is an option of the method."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    method: str | None = Field(
+        default=None, max_length=200, description="a method's name; see /v1/methods"
+    )
+    trace: bool = Field(
+        default=False, description="say which pass and drafter each token came from"
+    )
+    graphs: bool = Field(
+        default=False, description="in streams, show what each pass proposed and what held"
+    )
+    deadline: float | None = Field(default=None, gt=0, description="seconds after which to give up")
+
+
+class StreamOptions(Loose):
+    include_usage: bool | None = False
+
+
+class JsonSchema(Strict):
+    name: str = Field("answer", max_length=200)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: Flag = None
+
+
+class ResponseFormat(Strict):
+    """The shape of the answer."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "ebnf", "lark"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+
+class Function(Strict):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Flag = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class Named(Loose):
+    name: str
+
+
+class ToolChoice(Loose):
+    type: Literal["function"]
+    function: Named
+
+
+class Part(Loose):
+    type: str
+    text: Text | None = None
+
+
+class CalledFunction(Loose):
+    name: str
+    arguments: Text
+
+
+class ToolCall(Loose):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Loose):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[Part] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Sampled(Strict):
+    """What both kinds of completions take."""
+
+    model: str | None = Field(None, max_length=500)
+    stream: Flag = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(1, ge=1)
+    seed: int | None = Field(None, ge=0, le=2**63 - 1)
+    stop: str | list[str] | None = None
+    temperature: float | None = Field(1.0, ge=0, le=100)
+    top_p: float | None = Field(1.0, gt=0, le=1)
+    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    response_format: ResponseFormat | None = None
+    # beyond OpenAI's
+    top_k: int | None = Field(0, ge=-1)
+    min_p: float | None = Field(0.0, ge=0, le=1)
+    repetition_penalty: float | None = Field(1.0, gt=0, le=100)
+    min_tokens: int | None = Field(0, ge=0)
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: Flag = False
+    prompt_logprobs: int | None = Field(None, ge=0)
+    cache_salt: str | None = Field(None, max_length=500)
+    priority: int | None = Field(0, ge=-(2**31), le=2**31)
+    outstride: Own | None = None
+    # taken and not used
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: Flag = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class ChatBody(Sampled):
+    """/v1/chat/completions"""
+
+    messages: list[Message] = Field(min_length=1, max_length=10_000)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: Flag = False
+    top_logprobs: int | None = Field(None, ge=0)
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: Flag = None
+    reasoning_effort: str | None = None
+
+
+class CompletionBody(Sampled):
+    """/v1/completions"""
+
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1)]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[list[TokenIds], Field(min_length=1)]
+    )
+    max_tokens: int | None = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0)
+    echo: Flag = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class TokenizeBody(Strict):
+    """/tokenize: a text as it stands, or messages in the model's chat format."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=10_000)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: Flag = False
+
+
+class DetokenizeBody(Strict):
+    """/detokenize"""
+
+    model: str | None = None
+    tokens: TokenIds

@@ -1,0 +1,100 @@
+"""What a server is told when it starts, and the errors that it answers with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outstride.serve.wire import EngineSettings
+
+PAGE = Path(__file__).parent / "page"
+PAGE_FILES = {
+    "index.html": "text/html",
+    "style.css": "text/css",
+    "app.js": "text/javascript",
+    "chart.js": "text/javascript",
+    "pane.js": "text/javascript",
+    "passview.js": "text/javascript",
+    "score.js": "text/javascript",
+    "settings.js": "text/javascript",
+    "stream.js": "text/javascript",
+    "words.js": "text/javascript",
+}
+"""What the page is made of; nothing else in its folder is served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much one request may ask for."""
+
+    body_bytes: int = 4 << 20
+    prompt_tokens: int = 1 << 20
+    samples: int = 16
+    prompts: int = 256
+    stops: int = 16
+    stop_length: int = 256
+    biases: int = 1024
+    logprobs: int = 20
+    schema_bytes: int = 64 << 10
+    deadline: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """Everything about a server but its address."""
+
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    bounds: Bounds = field(default_factory=Bounds)
+    names: tuple[str, ...] = ()
+    """What requests may call the model; by default the name it was loaded by."""
+    method: str = "auto"
+    """For requests that do not name one."""
+    queue: int = 256
+    """How many answers may wait beyond those that run."""
+    max_tokens: int = 1024
+    """For chat requests that set no limit."""
+    api_keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    """Whose pages may call this server from a browser; nobody's by default."""
+    grace: float = 30.0
+    """Seconds that running requests get when the server is told to stop."""
+    log: bool = True
+
+
+class Refusal(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI writes errors."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def invalid(message: str, param: str | None = None) -> Refusal:
+    """The request itself is wrong."""
+    return Refusal(400, message, param=param)

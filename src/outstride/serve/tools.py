@@ -1,0 +1,154 @@
+"""Tools: how a model without a format of its own is told of them, and how its calls are read.
+
+A model whose chat template knows tools gets them through it. Any other is told in a system message.
+If a call is required, a grammar admits nothing else; with `auto`, an answer that is a call becomes one.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outstride.grammar.guide import Shape
+from outstride.serve.bodies import ChatBody, Message, Tool, ToolChoice
+from outstride.serve.settings import invalid
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_ABOUT = (
+    "You can call functions. Each line describes one, with a JSON schema of its arguments:\n{tools}\n"
+    "To call a function, answer with nothing but a JSON object that holds its name and its arguments:\n"
+    + OPEN
+    + '{{"name": "…", "arguments": {{…}}}}'
+    + CLOSE
+    + "\nIf no function helps, answer in plain words."
+)
+
+
+def offered(body: ChatBody) -> list[Tool]:
+    """The tools that this request lets the model use."""
+    tools = body.tools or []
+    if isinstance(body.tool_choice, ToolChoice):
+        wanted = body.tool_choice.function.name
+        tools = [tool for tool in tools if tool.function.name == wanted]
+        if not tools:
+            raise invalid(f"tool_choice names {wanted!r}, which is not among tools", "tool_choice")
+    if body.tool_choice == "required" and not tools:
+        raise invalid("tool_choice is required, but there are no tools", "tool_choice")
+    return [] if body.tool_choice == "none" else tools
+
+
+def must_call(body: ChatBody) -> bool:
+    """Whether the answer has to be a call."""
+    return body.tool_choice == "required" or isinstance(body.tool_choice, ToolChoice)
+
+
+def shape_of(tools: Sequence[Tool]) -> Shape:
+    """The shape of a call of one of them."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                "arguments": tool.function.parameters or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    defs: dict[str, Any] = {}
+    for tool in tools:  # references inside a schema are to its own root, which moves
+        defs |= (tool.function.parameters or {}).get("$defs", {})
+    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return Shape("json_schema", json.dumps({**schema, **({"$defs": defs} if defs else {})}))
+
+
+def told(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The conversation with the tools described at its beginning."""
+    lines = [
+        json.dumps(
+            {
+                "name": tool.function.name,
+                "description": tool.function.description or "",
+                "parameters": tool.function.parameters or {"type": "object"},
+            },
+            ensure_ascii=False,
+        )
+        for tool in tools
+    ]
+    about = _ABOUT.format(tools="\n".join(lines))
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{about}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": about}, *messages]
+
+
+def spoken(message: Message) -> dict[str, Any]:
+    """A message for templates that know nothing of tools: calls and results in words."""
+    role, content = message.role, text_of(message)
+    if role == "developer":
+        role = "system"
+    if role == "tool":
+        return {"role": "user", "content": f"<tool_response>{content}</tool_response>"}
+    for call in message.tool_calls or ():
+        inner = (
+            f'{{"name": {json.dumps(call.function.name)}, "arguments": {call.function.arguments}}}'
+        )
+        content += f"{OPEN}{inner}{CLOSE}"
+    return {"role": role, "content": content}
+
+
+def text_of(message: Message) -> str:
+    """The text of a message; anything else in it is refused."""
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    for part in message.content:
+        if part.type != "text" or part.text is None:
+            raise invalid(
+                f"messages hold text only; there is a part of type {part.type!r}", "messages"
+            )
+    return "".join(part.text or "" for part in message.content)
+
+
+def may_become_call(text: str) -> bool:
+    """Whether a beginning of an answer could still turn out to be a call."""
+    text = text.lstrip()
+    return not text or text[0] in "{[" or text.startswith(OPEN) or OPEN.startswith(text)
+
+
+def calls_of(text: str, tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The calls that an answer consists of; none if it is anything else."""
+    text, names = text.strip(), {tool.function.name for tool in tools}
+    if text.startswith(OPEN):
+        pieces = [p.removesuffix(CLOSE).strip() for p in text.split(OPEN) if p.strip()]
+        if any(CLOSE in piece for piece in pieces):
+            return []
+    else:
+        pieces = [text]
+    found: list[Mapping[str, Any]] = []
+    for piece in pieces:
+        try:
+            value = json.loads(piece)
+        except (ValueError, RecursionError):
+            return []
+        found += value if isinstance(value, list) else [value]
+    calls = []
+    for call in found:
+        if not isinstance(call, dict) or call.get("name") not in names:
+            return []
+        arguments = call.get("arguments", call.get("parameters"))
+        if not isinstance(arguments, dict):
+            return []
+        calls.append(
+            {
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {
+                    "name": call["name"],
+                    "arguments": json.dumps(arguments, ensure_ascii=False),
+                },
+            }
+        )
+    return calls

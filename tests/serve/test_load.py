@@ -1,0 +1,97 @@
+"""The measuring commands against a real server: a short soak, and figures that add up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from outstride.bench.result import validate
+from outstride.bench.serve import Client, Streamed, gaps, load, outside_steps, plot
+from outstride.bench.soak import _judge, soak
+from outstride.cli import main
+from tests.serve.running import Running, free_port
+
+METHODS = ("plain", "auto", "ngram", "suffix", "mix")
+
+
+def test_a_short_soak_leaves_nothing_behind(server: Running) -> None:
+    client = Client(server.url)
+    found = asyncio.run(soak(client, "tiny", methods=METHODS, clients=12, seconds=6.0, compare=25))
+    assert found.wrong == []
+    assert found.asked > 30
+    assert found.compared >= 15
+    kinds = {outcome.split(":")[0] for outcome in found.outcomes}
+    assert {"plain", "stream", "shape", "malformed"} <= kinds
+
+
+def test_load_and_gaps(server: Running) -> None:
+    client = Client(server.url)
+
+    async def both() -> None:
+        found = await load(client, "tiny", ["one", "two", "three"] * 4, clients=4, tokens=24)
+        assert (found.requests, found.failed) == (12, 0)
+        assert 0 < found.tokens <= 12 * 24
+        assert found.chunks <= found.tokens + 12  # one per pass, and the usage
+        assert found.outside is not None
+        assert 0.0 < found.outside < 1.0
+        waited = await gaps(client, "tiny", running=3, words=300, warm=0.3, tokens=600)
+        assert waited.usual > 0
+        assert waited.longest >= waited.usual
+        assert plot(waited).startswith("<svg")
+
+    asyncio.run(both())
+
+
+def test_processor_time_outside_steps() -> None:
+    before = {
+        "outstride_engine_cpu_all": 5.0,
+        "outstride_http_cpu_seconds": 1.0,
+        "outstride_engine_cpu_steps": 4.0,
+    }
+    after = {
+        "outstride_engine_cpu_all": 14.5,
+        "outstride_http_cpu_seconds": 1.5,
+        "outstride_engine_cpu_steps": 13.0,
+    }
+    assert outside_steps(before, after) == pytest.approx(0.1)
+    assert outside_steps({}, after) is None
+
+
+def test_what_is_wrong_is_seen() -> None:
+    good = Streamed(status=200, finish="stop", text="{}")
+    assert _judge("shape", good)[1] is None
+    assert _judge("malformed", good)[1]
+    assert _judge("plain", Streamed(status=500))[1]
+    assert _judge("stream", Streamed(status=200, finish=None))[1]
+    assert _judge("stream", Streamed(status=200, finish="stop", error="gone"))[1]
+    assert _judge("shape", Streamed(status=200, finish="stop", text="{"))[1]
+    assert _judge("shape", Streamed(status=200, finish="length", text="{"))[1]
+    assert _judge("plain", Streamed(status=429))[1] is None
+
+
+def test_a_server_without_figures_has_none(server: Running) -> None:
+    found = asyncio.run(Client(server.url).send("/nowhere"))
+    assert found.status == httpx.codes.NOT_FOUND
+    gone = asyncio.run(Client(f"http://127.0.0.1:{free_port()}").send("/health"))
+    assert gone.error
+
+
+def test_the_command(server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = ["--against", f"{server.url}/", "--limit", "3", "--clients", "2", "--tokens", "6"]
+    result, drawing = tmp_path / "result.json", tmp_path / "gaps.svg"
+    code = main(
+        ["bench", "serve", "--url", server.url, "--model", "tiny", *other, "--out", str(result)]
+    )
+    assert code == 0
+    values = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert validate(values)["summary"]["ratio"] > 0
+    assert values == json.loads(result.read_text())
+    assert values["summary"]["cpu_outside_steps"] > 0
+    assert not drawing.exists()
+    assert main(["bench", "serve", "--url", f"http://127.0.0.1:{free_port()}"]) == 1
+    assert "answered nothing" in capsys.readouterr().err
+    assert main(["bench", "serve", "--clients", "0"]) == 1
