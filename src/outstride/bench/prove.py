@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from outstride import registry
 from outstride.bench import clock
 from outstride.bench.prompts import BenchPrompt
 from outstride.core.contracts import Acceptor, Exactness, Method, Rounds
@@ -21,7 +22,7 @@ from outstride.core.params import SamplingParams
 from outstride.core.proposal import Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import View
 from outstride.draft.plain import Plain
-from outstride.errors import InvalidParams, OutstrideError
+from outstride.errors import InvalidParams, OutstrideError, UnknownMethod
 from outstride.results import Completion, Result, Stats
 
 BASELINE = "plain"
@@ -259,6 +260,14 @@ def _answers(
         return [Result(list(prompts[0]), error=error)]
 
 
+def _baseline(judged: Method) -> str:
+    """What a method is held to; plain decoding for one that is not registered."""
+    try:
+        return registry.baseline(judged.spec or judged.name)
+    except UnknownMethod:
+        return BASELINE
+
+
 def _batches(count: int, size: int) -> Iterator[range]:
     for start in range(0, count, size):
         yield range(start, min(start + size, count))
@@ -282,13 +291,17 @@ def _diverge(
 ) -> Divergence:
     said = plain.token_ids[:at]
     tokens = [c.token_ids[at] if at < len(c.token_ids) else None for c in (plain, other)]
-    row = logits_after(llm, prompt + said) if any(t is not None for t in tokens) else None
+    row = None
+    if plain.method == BASELINE and any(t is not None for t in tokens):
+        row = logits_after(llm, prompt + said)
 
     def side(token: int | None) -> Side:
-        if token is None or row is None:
+        if token is None:
             return Side(None, "", None, None)
-        logit = float(row[token])
         text = llm.tokenizer.decode([token], skip_special=False)
+        if row is None:  # on a canvas, the logits depend on the step
+            return Side(token, text, None, None)
+        logit = float(row[token])
         return Side(token, text, logit, int((row > row[token]).sum()))
 
     left, right = side(tokens[0]), side(tokens[1])
@@ -339,6 +352,8 @@ def prove(
 ) -> ProofReport:
     """Runs all prompts under plain and under `method` and compares what they say.
 
+    A method for masked models is compared with what it is exact to instead: the schedule of `steps`.
+
     Sampling without a seed could not be compared; seed 0 is used then. Prompts that neither can
     answer (too long for the context) are listed and prove nothing.
     """
@@ -349,7 +364,8 @@ def prove(
     params = params or SamplingParams()
     if params.seed is None:
         params = replace(params, seed=0)
-    plain, judged = llm.method(BASELINE), llm.method(method)
+    judged = llm.method(method)
+    plain = llm.method(_baseline(judged))
     tokens = [llm.encode(prompt.text, chat=not raw) for prompt in prompts]
     alone = min(alone, len(prompts)) if batch > 1 else 0
     report = ProofReport(

@@ -1,0 +1,1 @@
+"""Recipes: how the weights that belong to this project were trained."""

@@ -1,0 +1,365 @@
+"""The recipe of `parallel-full` and `parallel-block`: two small models that fill in masks.
+
+    python -m outstride.train.parallel full --out FOLDER --steps 10487
+    python -m outstride.train.parallel block --out FOLDER --steps 5807
+
+Both learn the list tasks of `models.shipped.lists` from scratch. The full one sees its whole canvas
+and is saved as a LLaDA checkpoint; the block one sees in blocks of 16, is saved as an SDAR
+checkpoint, and learns to continue a text token by token as well. These commands made the weights
+that are shipped, side by side on one H200 in three minutes. The training is a function of the seed,
+the workers (8 each) and the number of steps, up to the rounding of the device; `--seconds` chooses
+that number by timing the first steps, and says which it chose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as fn
+
+from outstride.models.config import DecoderConfig
+from outstride.models.dialects import published
+from outstride.models.shipped.lists import END, MASK, TASKS, UNKNOWN, VOCABULARY, cases
+from outstride.train.lessons import IDS, Texts, lesson
+
+Weights = dict[str, torch.Tensor]
+BLOCK = 16
+LENGTHS = {"full": 40, "block": 32}
+"""Positions of a training text; the longest question with its answer has 30."""
+
+_CONTEXT, _WIDTH, _INNER, _LAYERS, _HEADS = 2048, 160, 384, 4, 5
+CONFIGS: dict[str, dict[str, Any]] = {
+    "full": {
+        "architectures": ["LLaDAModelLM"],
+        "model_type": "llada",
+        "d_model": _WIDTH,
+        "n_heads": _HEADS,
+        "n_kv_heads": _HEADS,
+        "n_layers": _LAYERS,
+        "mlp_hidden_size": _INNER,
+        "max_sequence_length": _CONTEXT,
+        "vocab_size": len(VOCABULARY),
+        "embedding_size": len(VOCABULARY),
+        "activation_type": "silu",
+        "block_type": "llama",
+        "block_group_size": 1,
+        "layer_norm_type": "rms",
+        "rms_norm_eps": 1e-5,
+        "rope": True,
+        "rope_theta": 10000.0,
+        "alibi": False,
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "bias_for_layer_norm": False,
+        "weight_tying": False,
+        "mask_token_id": IDS[MASK],
+        "eos_token_id": IDS[END],
+    },
+    "block": {
+        "architectures": ["SDARForCausalLM"],
+        "model_type": "sdar",
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": _WIDTH,
+        "intermediate_size": _INNER,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _HEADS,
+        "head_dim": _WIDTH // _HEADS,
+        "max_position_embeddings": _CONTEXT,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "block_size": BLOCK,
+        "mask_token_id": IDS[MASK],
+        "eos_token_id": IDS[END],
+    },
+}
+
+
+# --- the model --------------------------------------------------------------------------------------
+
+
+def fresh(config: DecoderConfig, seed: int) -> Weights:
+    """Untrained weights under their common names."""
+    numbers = torch.Generator().manual_seed(seed)
+    result: Weights = {}
+    for name, shape in config.shapes().items():
+        if len(shape) == 1:
+            result[name] = torch.ones(shape)
+            continue
+        spread = 0.02 if name.startswith(("model.embed", "lm_head")) else shape[1] ** -0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            spread /= math.sqrt(2 * config.layers)
+        result[name] = spread * torch.randn(shape, generator=numbers)
+    return result
+
+
+def forward(
+    config: DecoderConfig, weights: Weights, tokens: torch.Tensor, sees: torch.Tensor
+) -> torch.Tensor:
+    """The logits of a batch of texts; `sees` says of each text which position sees which."""
+    turn = turns(config, tokens.shape[1], str(tokens.device))
+    shape = (config.layers, config.heads, config.head_dim, config.norm_eps, config.head_norms)
+    return _forward(shape, weights, turn, tokens, sees)
+
+
+def turns(config: DecoderConfig, length: int, device: str) -> torch.Tensor:
+    """The angle of each dimension of a head at each position."""
+    angles = torch.arange(length)[:, None] * torch.tensor(config.frequencies)
+    return torch.cat([angles, angles], dim=-1).to(device)
+
+
+def _forward(
+    shape: tuple[int, int, int, float, bool],
+    weights: Weights,
+    turn: torch.Tensor,
+    tokens: torch.Tensor,
+    sees: torch.Tensor,
+) -> torch.Tensor:
+    """What `forward` says, in terms that torch can compile."""
+    layers, count, size, eps, norms = shape
+    batch, length = tokens.shape
+    cos, sin = turn.cos()[:, None], turn.sin()[:, None]
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return fn.rms_norm(x, x.shape[-1:], weights[name], eps)
+
+    def heads(x: torch.Tensor, at: str, kind: str) -> torch.Tensor:
+        x = fn.linear(x, weights[f"{at}self_attn.{kind}_proj.weight"])
+        x = x.view(batch, length, count, size)
+        if kind != "v":
+            if norms:
+                x = norm(x, f"{at}self_attn.{kind}_norm.weight")
+            one, other = x.chunk(2, dim=-1)
+            x = x * cos + torch.cat([-other, one], dim=-1) * sin
+        return x.transpose(1, 2)
+
+    x = fn.embedding(tokens, weights["model.embed_tokens.weight"])
+    for layer in range(layers):
+        at = f"model.layers.{layer}."
+        y = norm(x, f"{at}input_layernorm.weight")
+        q, k, v = (heads(y, at, kind) for kind in "qkv")
+        kept = fn.scaled_dot_product_attention(q.to(v), k.to(v), v, attn_mask=sees[:, None])
+        kept = kept.transpose(1, 2).reshape(batch, length, count * size)
+        x = x + fn.linear(kept, weights[f"{at}self_attn.o_proj.weight"])
+        y = norm(x, f"{at}post_attention_layernorm.weight")
+        gate, up = (fn.linear(y, weights[f"{at}mlp.{kind}_proj.weight"]) for kind in ("gate", "up"))
+        x = x + fn.linear(fn.silu(gate) * up, weights[f"{at}mlp.down_proj.weight"])
+    return fn.linear(norm(x, "model.norm.weight"), weights["lm_head.weight"])
+
+
+# --- the training -----------------------------------------------------------------------------------
+
+
+def loss_of(scores: torch.Tensor, targets: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
+    """The mean over texts of the mean over their masks."""
+    each = fn.cross_entropy(scores.float().transpose(1, 2), targets, reduction="none")
+    counts = asked.sum(1)
+    total = (each * asked).sum(1) / counts.clamp(min=1)
+    return total.sum() / (counts > 0).sum().clamp(min=1)
+
+
+def rate_at(step: int, steps: int, peak: float) -> float:
+    """The learning rate: up in a line, down in a cosine."""
+    warm = max(1, min(300, steps // 10))
+    if step < warm:
+        return peak * (step + 1) / warm
+    return peak * (0.5 + 0.5 * math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+_TIMED = (20, 60)
+"""The steps between which the clock runs: those before compile."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """How many steps there will be, and what is said about them."""
+
+    kind: str
+    steps: int
+    seconds: float
+    """If not 0: how long to train, whatever number of steps that is."""
+    say: Callable[[str], None]
+    mark: float = field(default_factory=time.monotonic)
+    told: float = field(default_factory=time.monotonic)
+
+    def after(self, step: int, loss: torch.Tensor) -> None:
+        """To be told after each step."""
+        if step in _TIMED:
+            loss.item()  # waits for the device
+            now = time.monotonic()
+            if step == _TIMED[1] and self.seconds:
+                each = (now - self.mark) / (_TIMED[1] - _TIMED[0])
+                self.steps = max(step, int(self.seconds / each))
+                self.say(f"{self.kind}: {self.steps} steps")
+            self.mark = now if step == _TIMED[0] else self.mark
+        if step == self.steps or time.monotonic() - self.told > 5:
+            value, self.told = loss.item(), time.monotonic()
+            left = (self.told - self.mark) / max(1, step - _TIMED[0]) * (self.steps - step)
+            self.say(
+                f"{self.kind}: step {step} of {self.steps}, loss {value:.4f}, about {left:.0f} s left"
+            )
+
+
+def _optimizer(weights: Weights, peak: float, *, fused: bool) -> torch.optim.AdamW:
+    """Matrices decay, norms do not."""
+    for value in weights.values():
+        value.requires_grad_()
+    thick = [value for value in weights.values() if value.dim() > 1]
+    thin = [value for value in weights.values() if value.dim() == 1]
+    groups = [{"params": thick, "weight_decay": 0.05}, {"params": thin, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98), fused=fused)
+
+
+def train(
+    kind: str,
+    *,
+    steps: int,
+    seconds: float = 0.0,
+    batch: int = 2048,
+    pool: int = 2_000_000,
+    peak: float = 2e-3,
+    seed: int = 1,
+    device: str = "cpu",
+    workers: int = 1,
+    say: Callable[[str], None] = print,
+) -> tuple[Weights, int]:
+    """Trains one kind; with `seconds`, for about as long instead of a number of steps.
+
+    Returns the weights and the number of steps.
+    """
+    config = DecoderConfig.from_hf(CONFIGS[kind])
+    block = config.diffusion.block if config.diffusion else None
+    texts = Texts.training(pool, LENGTHS[kind], seed, workers).to(device)
+    say(
+        f"{kind}: {len(texts.tokens)} texts, {sum(map(math.prod, config.shapes().values()))} weights"
+    )
+    weights = {name: value.to(device) for name, value in fresh(config, seed).items()}
+    fast = device != "cpu"
+    optimizer = _optimizer(weights, peak, fused=fast)
+    numbers = torch.Generator(device).manual_seed(seed)
+    shape = (config.layers, config.heads, config.head_dim, config.norm_eps, config.head_norms)
+    turn = turns(config, LENGTHS[kind], device)
+
+    def measure(
+        weights: Weights, tokens: torch.Tensor, sees: torch.Tensor, *right: torch.Tensor
+    ) -> torch.Tensor:
+        return loss_of(_forward(shape, weights, turn, tokens, sees), *right)
+
+    measured = torch.compile(measure) if fast else measure
+    pace, step = Pace(kind, steps, seconds, say), 0
+    while step < pace.steps:
+        rows = torch.randint(len(texts.tokens), (batch,), generator=numbers, device=device)
+        given = lesson(texts.take(rows), block, numbers, blank=False)
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(step, pace.steps, peak)
+        with torch.autocast("cuda", torch.bfloat16, enabled=fast):
+            loss = measured(weights, given.tokens, given.sees, given.targets, given.asked)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(list(weights.values()), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        pace.after(step, loss)
+    return {name: value.detach() for name, value in weights.items()}, pace.steps
+
+
+@torch.no_grad()
+def in_one_pass(kind: str, weights: Weights, count: int, device: str = "cpu") -> dict[str, float]:
+    """By task, how often all masks are right at once (of the last block, where there are blocks)."""
+    config = DecoderConfig.from_hf(CONFIGS[kind])
+    block = config.diffusion.block if config.diffusion else None
+    numbers, found = torch.Generator(device).manual_seed(0), {}
+    for name in TASKS:
+        pairs = [(case.prompt, case.answer) for case in cases(name, count)]
+        texts = Texts.of(pairs, LENGTHS[kind]).to(device)
+        given = lesson(texts, block, numbers, blank=True)
+        said = forward(config, weights, given.tokens, given.sees).argmax(-1)
+        found[name] = float(((said == given.targets) | ~given.asked).all(1).float().mean())
+    return found
+
+
+# --- what is left of it ------------------------------------------------------------------------------
+
+
+def tokenizer_json() -> str:
+    """The tokenizer of the tasks: a token for each word, spaces in front."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers import pre_tokenizers as pieces
+
+    special = (UNKNOWN, END, MASK)
+    words = {w if w in special else f"▁{w}": i for w, i in IDS.items()}
+    backend = Tokenizer(models.WordLevel(words, unk_token=UNKNOWN))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Strip(), normalizers.Replace(Regex(r"\s+"), " ")]
+    )
+    backend.pre_tokenizer = pieces.Metaspace(replacement="▁", prepend_scheme="always", split=True)
+    backend.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
+    backend.add_special_tokens([AddedToken(word, special=True) for word in special])
+    return str(backend.to_str())
+
+
+def save(kind: str, weights: Mapping[str, torch.Tensor], folder: Path, about: str) -> None:
+    """A checkpoint folder in the published format, in half precision."""
+    from safetensors.torch import save_file
+
+    config = DecoderConfig.from_hf(CONFIGS[kind])
+    tensors = {
+        published(name, config.architecture): value.to("cpu", torch.float16).contiguous()
+        for name, value in weights.items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt", "recipe": about})
+    (folder / "config.json").write_text(json.dumps(CONFIGS[kind], indent=1) + "\n")
+    (folder / "tokenizer.json").write_text(tokenizer_json() + "\n", encoding="utf-8")
+    named = {"eos_token": END, "mask_token": MASK, "unk_token": UNKNOWN}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="outstride.train.parallel", description=__doc__)
+    parser.add_argument("kind", choices=sorted(CONFIGS))
+    parser.add_argument("--out", required=True, type=Path, help="folder of the checkpoint")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--seconds", type=float, default=0.0, help="instead of steps: how long")
+    parser.add_argument("--batch", type=int, default=2048, help="texts per step")
+    parser.add_argument("--pool", type=int, default=2_000_000, help="different texts")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--check", type=int, default=500, help="questions of each task at the end")
+    args = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_float32_matmul_precision("high")
+    weights, steps = train(
+        args.kind,
+        steps=args.steps,
+        seconds=args.seconds,
+        batch=args.batch,
+        pool=args.pool,
+        seed=args.seed,
+        device=device,
+        workers=args.workers,
+        say=lambda text: print(text, flush=True),
+    )
+    about = f"{args.kind}, seed {args.seed}, {steps} steps of {args.batch}, {args.pool} texts"
+    save(args.kind, weights, args.out, about)
+    for name, share in in_one_pass(args.kind, weights, args.check, device).items():
+        print(f"{args.kind}: {name} all at once {share:.3f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
