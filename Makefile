@@ -28,6 +28,7 @@ help: ## Say what can be made
 	@echo 'make run PROMPT="…"       answer another one; METHOD=plain decodes one token per pass;'
 	@echo '                          ARGS="…" goes to `outstride run` as it is'
 	@echo 'make chat                 talk to the model; METHOD and ARGS as above'
+	@echo 'make serve                serve the OpenAI API on 127.0.0.1:8000; ARGS="…" as above'
 	@echo 'make test                 format check, lint, types, import rules, tests (sets itself up too)'
 	@echo 'make bench                measure passes beside llama.cpp (builds it the first time: minutes)'
 	@echo 'make sanitize             native tests under AddressSanitizer and UBSan'
@@ -43,6 +44,10 @@ run: $(VENV)/.run-stamp ## Answer a prompt
 chat: $(VENV)/.run-stamp ## Talk to the model
 	@exec $(VENV)/bin/outstride chat --method "$$OUTSTRIDE_METHOD" $(ARGS)
 
+.PHONY: serve
+serve: $(VENV)/.run-stamp ## Serve the OpenAI API
+	@exec $(VENV)/bin/outstride serve $(ARGS)
+
 # Threads that spin while they wait bring a busy machine to a crawl: docs/experiments.md.
 test: export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: test
@@ -50,7 +55,7 @@ test: $(VENV)/.test-stamp ## All checks, in the order in which they are likely t
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/pytest $(ARGS)
+	$(VENV)/bin/pytest -n 2 --dist loadfile $(ARGS)
 
 # Nothing else should run meanwhile: figures are medians in turns, but a busy machine bends them.
 .PHONY: bench
@@ -70,7 +75,7 @@ sanitize: $(VENV)/.test-stamp ## Native tests under AddressSanitizer and UBSan
 	done; \
 	LD_PRELOAD="$$preload" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  OUTSTRIDE_KERNELS="$$folder/kernels.so" OMP_WAIT_POLICY=PASSIVE \
-	  $(VENV)/bin/python -m pytest -p no:cacheprovider tests/ops/test_cpu.py $(ARGS)
+	  $(VENV)/bin/python -m pytest -p no:cacheprovider tests/ops/test_cpu.py tests/ops/test_cpu_groups.py $(ARGS)
 
 .PHONY: format
 format: $(VENV)/.test-stamp ## Rewrite the code in the project's format

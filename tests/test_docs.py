@@ -86,7 +86,10 @@ def method_table() -> str:
             f"`{o.name}`" if o.required else f"`{o.name}={o.default}`" for o in entry.options
         )
         needs = ", ".join(entry.needs) or "nothing"
-        row = (f"`{entry.name}`", entry.summary, entry.exactness.value, needs, options or "none")
+        exactness = entry.exactness.value
+        if entry.exact_to != "plain":
+            exactness += f" to `{entry.exact_to}`"
+        row = (f"`{entry.name}`", entry.summary, exactness, needs, options or "none")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
     return "\n".join(lines)
 

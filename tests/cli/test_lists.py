@@ -52,6 +52,8 @@ def test_models(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert ran.code == 0
     assert "smollm2" in ran.out
     assert " no " in ran.out
+    assert set(values["shipped"]) == {"parallel-block", "parallel-full"}
+    assert all(name in ran.out for name in values["shipped"])
 
     source = ALIASES["smollm2"]
     path = tmp_path / "models" / source.filename
