@@ -55,7 +55,7 @@ test: $(VENV)/.test-stamp ## All checks, in the order in which they are likely t
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/pytest -n 2 --dist loadfile $(ARGS)
+	$(VENV)/bin/pytest -n 2 --dist worksteal $(ARGS)
 
 # Nothing else should run meanwhile: figures are medians in turns, but a busy machine bends them.
 .PHONY: bench
