@@ -89,6 +89,7 @@ def settled(spec: str, chances: Sequence[float], **more: Any) -> list[int]:
         ("steps:count=2", [0.5, 0.9, 0.7, 0.8], [1, 3]),
         ("steps:count=2,order=margin", [0.5, 0.9, 0.7, 0.8], [1, 3]),
         ("steps:order=entropy", [0.5, 0.6, 0.95, 0.8], [2]),
+        ("steps:order=steady", [0.5, 0.901, 0.904, 0.8], [1]),
         ("steps:block=2", [0.5, 0.6, 0.95, 0.8], [2]),  # the drafter asks about its block only
         ("threshold:threshold=0.8", [0.5, 0.9, 0.79, 0.81], [1, 3]),
         ("threshold:threshold=0.99", [0.5, 0.9, 0.7, 0.8], [1]),

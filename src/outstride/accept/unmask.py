@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -81,6 +82,8 @@ def value_of(guess: Guess, scores: Scores, order: str, view: View, clock: int) -
         return -entropy(logits(scores, guess))
     if order == "random":
         return chance_at(view, clock, guess.position)
+    if order == "steady":
+        return round(math.exp(guess.logprob), 2)
     return guess.logprob
 
 

@@ -29,6 +29,7 @@ BASELINE = "steps"
 POLICIES = (
     "verify",
     "verify:order=random",
+    "verify:order=steady",
     "steps:count=2",
     "steps:count=4",
     "threshold:threshold=0.7",

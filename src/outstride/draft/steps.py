@@ -11,6 +11,7 @@ ASKS = {
     "margin": Wants(logprobs=2),
     "entropy": Wants(logprobs=0, logits=True),
     "random": Wants(logprobs=0),
+    "steady": Wants(logprobs=0),
 }
 """What each order has to know of a position."""
 
@@ -20,8 +21,10 @@ class Steps(Canvas):
     """Fills in a block of masks, a fixed number of tokens per pass: the default of masked models.
 
     Each pass settles the `count` positions that come first by `order`: by confidence (the probability
-    of the chosen token), margin (its lead over the next), entropy, or at random. The text depends on
-    this schedule, so it is the text that `verify` is exact to, as others are exact to `plain`.
+    of the chosen token), margin (its lead over the next), entropy, at random, or steady: by
+    confidence to two places, and of equals the leftmost, an order that hardly changes from pass to
+    pass. The text depends on this schedule, so it is the text that `verify` is exact to, as others
+    are exact to `plain`.
 
     Paper: LLaDA (Nie et al., 2025); Dream (Ye et al., 2025); margins after Kim et al. (2025)
     Exactness: exact to steps, by definition
