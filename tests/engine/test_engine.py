@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outstride import registry
 from outstride.accept.match import Match
 from outstride.core.contracts import Drafter, Rounds
-from outstride.core.graph import chain
+from outstride.core.graph import BoolArray, chain
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import Proposal, Scores, Verdict
 from outstride.core.sequence import Status, View
+from outstride.engine.engine import Engine
+from outstride.engine.scheduler import Limits
 from outstride.errors import (
+    InvalidGrammar,
     InvalidParams,
     InvalidPrompt,
     MethodFailed,
@@ -23,6 +28,7 @@ from outstride.errors import (
     RequestError,
     UnknownMethod,
 )
+from outstride.models.toy import Toy
 from tests.conformance.harness import PLAIN, SAMPLINGS, Bench, alone, some_prompts, toy_method
 
 
@@ -187,3 +193,25 @@ def test_seeds_are_drawn_and_returned() -> None:
     first, second = Bench().run([[1], [1]], PLAIN, params)
     assert first.seed != second.seed
     assert first.output == alone([1], replace(params, seed=first.seed))
+
+
+class DeadEnd:
+    """A grammar that no token of the vocabulary can follow behind the second one."""
+
+    def allowed(self, output: Seq[int]) -> BoolArray:
+        return np.full(Toy().vocab_size, len(output) < 2)
+
+
+@pytest.mark.parametrize("spec", ["plain", "ngram"])
+def test_a_shape_that_cannot_go_on_ends_its_request_and_nobody_elses(spec: str) -> None:
+    engine = Engine({"target": Toy()}, limits=Limits(nodes=64))
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    stuck = engine.submit([3, 4], params, registry.build(spec), grammar=DeadEnd())
+    free = engine.submit([3, 4], params, registry.build(spec))
+    while engine.busy:
+        engine.step()
+        engine.check_integrity()
+    assert isinstance(stuck.error, InvalidGrammar)
+    assert len(stuck.output) == 2
+    assert free.error is None
+    assert len(free.output) == 8

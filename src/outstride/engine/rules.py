@@ -7,11 +7,13 @@ from collections.abc import Collection
 
 import numpy as np
 
-from outstride.core.graph import MIXTURE, NodeId
+from outstride.core.contracts import Grammar
+from outstride.core.graph import MIXTURE, BoolArray, NodeId
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import Proposal
 from outstride.core.sampling import Draw, Purpose, Rules
 from outstride.core.sequence import Sequence
+from outstride.errors import InvalidGrammar
 
 COLDEST = 1e-5
 """Temperatures below this are taken as 0."""
@@ -59,12 +61,23 @@ def attach(sequence: Sequence, proposal: Proposal, end_tokens: Collection[int]) 
             scaled=tuple(known.union(drafted)) if params.repetition_penalty != 1.0 else (),
             scale=params.repetition_penalty,
             added=added,
-            allowed=None
-            if grammar is None
-            else grammar.allowed([*sequence.tokens[start:], *drafted]),
+            allowed=_allowed(grammar, sequence.tokens[start:], drafted),
         )
     proposal.rules = rules
     return proposal
+
+
+def _allowed(grammar: Grammar | None, said: list[int], drafted: list[int]) -> BoolArray | None:
+    """What may follow. A draft may end where nothing can; a text may not."""
+    if grammar is None:
+        return None
+    mask = grammar.allowed([*said, *drafted])
+    if mask is not None and not drafted and not mask.any():
+        raise InvalidGrammar(
+            f"no token of this model leads on behind {len(said)} tokens of the answer in the shape "
+            "that was asked for: it needs characters that the vocabulary does not have"
+        )
+    return mask
 
 
 def attach_masked(
@@ -111,7 +124,7 @@ def attach_masked(
             scaled=tuple(sorted(set(known.values()))) if params.repetition_penalty != 1.0 else (),
             scale=params.repetition_penalty,
             added=added,
-            allowed=grammar.allowed(sequence.tokens[start:]) if grammar and first else None,
+            allowed=_allowed(grammar if first else None, sequence.tokens[start:], []),
         )
     proposal.rules = rules
     return proposal
