@@ -88,7 +88,8 @@ def test_approximate_caches_are_private_and_spare_nodes(spec: str, kind: str) ->
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if suits("verify", kind)])
 @pytest.mark.parametrize(
-    "options", ["", "count=3,order=margin", "order=entropy", "order=random,block=3", "order=steady"]
+    "options",
+    ["", "count=3,order=margin", "order=entropy", "order=random,block=3", "order=confidence"],
 )
 def test_verify_is_exact_to_steps(options: str, kind: str) -> None:
     """And so is every other method that says so, with the options that both have."""

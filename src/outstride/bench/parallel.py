@@ -29,7 +29,7 @@ BASELINE = "steps"
 POLICIES = (
     "verify",
     "verify:order=random",
-    "verify:order=steady",
+    "verify:order=confidence",
     "steps:count=2",
     "steps:count=4",
     "threshold:threshold=0.7",

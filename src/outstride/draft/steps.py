@@ -21,10 +21,10 @@ class Steps(Canvas):
     """Fills in a block of masks, a fixed number of tokens per pass: the default of masked models.
 
     Each pass settles the `count` positions that come first by `order`: by confidence (the probability
-    of the chosen token), margin (its lead over the next), entropy, at random, or steady: by
-    confidence to two places, and of equals the leftmost, an order that hardly changes from pass to
-    pass. The text depends on this schedule, so it is the text that `verify` is exact to, as others
-    are exact to `plain`.
+    of the chosen token, as published), margin (its lead over the next), entropy, at random, or
+    steady: by confidence to two places, and of equals the leftmost, an order that hardly changes from
+    pass to pass. The text depends on this schedule, so it is the text that `verify` is exact to, as
+    others are exact to `plain`.
 
     Paper: LLaDA (Nie et al., 2025); Dream (Ye et al., 2025); margins after Kim et al. (2025)
     Exactness: exact to steps, by definition
@@ -32,7 +32,7 @@ class Steps(Canvas):
     Cost per step: one block (a full canvas: all of it) for `count` tokens
     """
 
-    def __init__(self, *, count: int = 1, order: str = "confidence", block: int = 0) -> None:
+    def __init__(self, *, count: int = 1, order: str = "steady", block: int = 0) -> None:
         super().__init__(block=block)
         if count < 1 or order not in ASKS:
             raise ValueError(f"needs count >= 1 and order one of {', '.join(ASKS)}")

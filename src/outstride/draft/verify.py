@@ -30,7 +30,7 @@ class Verify(Canvas):
     """
 
     def __init__(
-        self, *, ahead: int = 4, count: int = 1, order: str = "confidence", block: int = 0
+        self, *, ahead: int = 4, count: int = 1, order: str = "steady", block: int = 0
     ) -> None:
         super().__init__(block=block)
         if ahead < 1 or count < 1 or order not in ASKS:
