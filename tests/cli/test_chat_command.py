@@ -139,6 +139,8 @@ class Terminal:
             stderr=slave,
             cwd=ROOT,
             start_new_session=True,
+            # A shell that runs tests in the background ignores interrupts, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             env={**os.environ, "TERM": "dumb", "COLUMNS": "100"},
         )
         os.close(slave)
