@@ -111,8 +111,8 @@ def settings_of(args: argparse.Namespace, **more: Any) -> Any:
     from outstride.serve.wire import EngineSettings
 
     check_method(args.method)
-    for name in ("max_sequences", "max_nodes"):
-        if getattr(args, name) < 1:
+    for name in ("max_sequences", "max_nodes", "pages"):
+        if (value := getattr(args, name)) is not None and value < 1:
             raise InvalidParams(f"--{name.replace('_', '-')} must be at least 1")
     engine = EngineSettings(
         model=args.model,
@@ -132,8 +132,10 @@ def run(args: argparse.Namespace, context: Context) -> int:
     from outstride.serve.run import serve
     from outstride.serve.settings import Bounds
 
-    if args.queue < 0 or args.deadline <= 0 or args.grace < 0:
+    if args.queue < 0 or not args.deadline > 0 or not args.grace >= 0:
         raise InvalidParams("--queue and --grace must not be negative, --deadline must be positive")
+    if not 0 <= args.port <= 65535:
+        raise InvalidParams(f"--port must be a number from 0 to 65535, not {args.port}")
     settings = settings_of(
         args,
         names=tuple(args.name or ()),
