@@ -30,7 +30,9 @@ help: ## Say what can be made
 	@echo 'make chat                 talk to the model; METHOD and ARGS as above'
 	@echo 'make serve                serve the OpenAI API on 127.0.0.1:8000; ARGS="…" as above'
 	@echo 'make test                 format check, lint, types, import rules, tests (sets itself up too)'
-	@echo 'make bench                measure passes beside llama.cpp (builds it the first time: minutes)'
+	@echo 'make bench                measure everything, beside llama.cpp (built the first time: minutes) and'
+	@echo '                          others: bench/results/report.html, in under 30 minutes on two cores;'
+	@echo '                          QUICK=1 takes two or three; GSM8K=FILE HUMANEVAL=FILE add scores'
 	@echo 'make sanitize             native tests under AddressSanitizer and UBSan'
 	@echo 'make format               rewrite the code in the project'"'"'s format'
 	@echo 'make lint | make types    one check alone'
@@ -59,8 +61,9 @@ test: $(VENV)/.test-stamp ## All checks, in the order in which they are likely t
 
 # Nothing else should run meanwhile: figures are medians in turns, but a busy machine bends them.
 .PHONY: bench
-bench: $(VENV)/.bench-stamp ## Passes and generation beside llama.cpp
-	$(VENV)/bin/outstride bench step --against llama.cpp $(ARGS)
+bench: $(VENV)/.bench-stamp ## Everything, beside other engines, and bench/results/report.html
+	$(VENV)/bin/outstride bench all $(if $(QUICK),--quick) $(if $(GSM8K),--gsm8k '$(GSM8K)') \
+	  $(if $(HUMANEVAL),--humaneval '$(HUMANEVAL)') $(ARGS)
 
 # The interpreter is not built with sanitizers, so their libraries must be there before everything else;
 # libstdc++ goes with them, or they miss the exceptions that torch throws.

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from outstride.bench.decode import DecodeReport, Run, decode, incompressible
+from outstride import registry
+from outstride.bench import curve, result
+from outstride.bench.decode import DecodeReport, Run, decode, exact_methods, incompressible
 from outstride.bench.prompts import BenchPrompt
+from outstride.bench.result import BenchResult
+from outstride.core.contracts import Exactness
 from outstride.core.params import SamplingParams
 from outstride.errors import InvalidParams
 from tests.bench.fake import make_llm
@@ -25,7 +32,7 @@ def test_every_method_answers_everything_alike() -> None:
             ["ngram", "plain", "auto"],
             [*PROMPTS, *incompressible(llm, 1, length=6)],
             SamplingParams(max_tokens=40),
-            batch=2,
+            batches=(2,),
             rounds=2,
             warm=True,
             progress=lambda done, total: ticks.append((done, total)),
@@ -38,11 +45,11 @@ def test_every_method_answers_everything_alike() -> None:
     for line in lines.values():
         assert line.equal == line.prompts
         assert sum(line.shares.values()) == pytest.approx(1.0)
-        assert line.bound <= line.ratio
+        assert line.bound <= line.ratio + 1e-9
     plain, ngram = lines["plain", "all", False], lines["ngram", "all", False]
     assert plain.tokens_per_pass == 1.0
     assert plain.nodes_per_pass == 1.0
-    assert plain.ratio == plain.bound == 1.0
+    assert plain.ratio == pytest.approx(1.0) == plain.bound
     assert ngram.tokens_per_pass > 1.0
     assert ngram.nodes_per_pass > ngram.tokens_per_pass
 
@@ -63,7 +70,7 @@ def test_a_round_starts_without_memories() -> None:
 
 def test_ratios_are_means_over_groups() -> None:
     def run(method: str, group: str, seconds: float) -> Run:
-        return Run(method, group, 0, False, ("x",), seconds, 10, 5, 10, {}, 1, 0, 0.0, {})
+        return Run(method, group, 1, 0.0, 0, False, ("x",), seconds, 10, 5, 10, {}, 1, 0, 0.0, {})
 
     report = DecodeReport(["plain", "m"])
     report.runs = [
@@ -77,7 +84,76 @@ def test_ratios_are_means_over_groups() -> None:
     assert lines["m", "all"].ratio == 1.5
 
 
-@pytest.mark.parametrize("options", [{"batch": 0}, {"rounds": 0}])
-def test_numbers_must_make_sense(options: dict[str, int]) -> None:
+@pytest.mark.parametrize("options", [{"batches": (0,)}, {"rounds": 0}, {"temperatures": (-1.0,)}])
+def test_numbers_must_make_sense(options: dict[str, Any]) -> None:
     with make_llm() as llm, pytest.raises(InvalidParams):
-        decode(llm, ["ngram"], PROMPTS, SamplingParams(), **options)  # type: ignore[arg-type]
+        decode(llm, ["ngram"], PROMPTS, SamplingParams(), **options)
+
+
+def test_settings_are_measured_apart() -> None:
+    with make_llm() as llm:
+        report = decode(
+            llm,
+            ["ngram"],
+            PROMPTS,
+            SamplingParams(max_tokens=20),
+            batches=(1, 2),
+            temperatures=(0.0, 0.8),
+        )
+    settings = {(line.batch, line.temperature) for line in report.lines()}
+    assert settings == {(1, 0.0), (1, 0.8), (2, 0.0), (2, 0.8)}
+    for line in report.lines():
+        assert line.equal == line.prompts, "sampled with the same noise, too"
+    greedy, sampled = (
+        next(x for x in report.lines() if (x.method, x.batch, x.temperature) == ("ngram", 1, t))
+        for t in (0.0, 0.8)
+    )
+    assert greedy.tokens_per_pass != sampled.tokens_per_pass
+
+
+def test_batches_that_no_group_can_fill_are_mixed() -> None:
+    with make_llm() as llm:
+        prompts = [*PROMPTS, *incompressible(llm, 1, length=6)]
+        report = decode(llm, [], prompts, SamplingParams(max_tokens=4), batches=(3, 1))
+    runs = [(run.batch, run.group, run.prompts) for run in report.runs]
+    assert runs[:2] == [(3, "mixed", ("a", "b", "c")), (3, "random", ("random:0",))]
+    assert [run[1] for run in runs[2:]] == ["one", "one", "two", "random"]
+
+
+def test_the_same_bench_twice() -> None:
+    """With the curve frozen, `auto` drafts the same again, however long passes took."""
+    found = []
+    for pause in (0.0, 0.001):
+        with make_llm(pause=pause) as llm:
+            curve.freeze(llm, curve.read("1=6,4=7,16=9"))
+            report = decode(
+                llm, exact_methods(), PROMPTS, SamplingParams(max_tokens=12), batches=(1, 3)
+            )
+            assert curve.of(llm) == {"1": 0.006, "4": 0.007, "16": 0.009}
+        found.append([(r.method, r.group, r.batch, r.passes, r.emitted) for r in report.runs])
+    assert found[0] == found[1]
+
+
+def test_exact_methods_come_from_the_registry() -> None:
+    found = exact_methods()
+    assert {"plain", "auto", "ngram", "suffix", "recycle", "lookahead", "trigram"} <= set(found)
+    for name in found:
+        entry = registry.entry(name)
+        assert entry.exactness is Exactness.EXACT
+        assert not entry.needs
+    assert not {"draft", "typical", "steps", "verify", "rejection"} & set(found)
+
+
+@pytest.mark.parametrize("text", ["", "1", "1=", "a=b", "0=5", "1=-5", "none.txt"])
+def test_bad_curves(text: str) -> None:
+    with pytest.raises(InvalidParams, match="cost curve"):
+        curve.read(text)
+
+
+def test_a_curve_from_an_earlier_result(tmp_path: Path) -> None:
+    made = BenchResult("decode", {"cost": {"1": 0.005, "8": 0.01}}).finish([], {})
+    result.write(made, tmp_path / "old.json")
+    assert curve.read(str(tmp_path / "old.json")) == {1: 0.005, 8: 0.01}
+    result.write(BenchResult("step", {}).finish([], {}), tmp_path / "other.json")
+    with pytest.raises(InvalidParams, match="cost curve"):
+        curve.read(str(tmp_path / "other.json"))

@@ -1,346 +1,317 @@
-"""The comparison with llama.cpp, on a fake of it that checks how it is used."""
+"""All engines in one run: same tokens in, as many out, and what is missing is left out with a word."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from outstride.bench import host, peers, result
-from outstride.bench.peers import Bound, LlamaCpp, PeerReport, Row, Sizes
+from outstride.bench import result
+from outstride.bench.peers import llama_cpp, openvino, ours, race, transformers, vllm
+from outstride.bench.peers.peer import Ground
+from outstride.bench.peers.race import Course, RaceReport
+from outstride.bench.prompts import BenchPrompt
 from outstride.errors import InvalidParams, OutstrideError
 from tests.bench import fake
+from tests.bench.test_against import VOCABULARY, FakeLlama
 from tests.cli.shell import Shell
 
-VOCABULARY = len(fake.ALPHABET)
-SMALL = Sizes(cached=8, long=40, prompt=20, output=4, crowd=3, nodes=(1, 2))
+PROMPTS = [BenchPrompt("a", "g", "abcabc"), BenchPrompt("b", "g", "hello hello you")]
+SMALL = Course(output=5, batches=(1, 2), nodes=(1, 4), cached=8, passes=2)
+GROUND = Ground(Path("x.gguf"), VOCABULARY, threads=1, longest=600, crowd=2)
 
 
-class FakeBatch:
-    def __init__(self, size: int) -> None:
-        self.n_tokens = 0
-        self.token = (ctypes.c_int32 * size)()
-        self.pos = (ctypes.c_int32 * size)()
-        self.n_seq_id = (ctypes.c_int32 * size)()
-        self.seq_id = [(ctypes.c_int32 * 1)() for _ in range(size)]
-        self.logits = (ctypes.c_int8 * size)()
-
-
-class FakeContext:
-    def __init__(self, params: Any) -> None:
-        self.params = params
-        self.entries: dict[int, list[int]] = {i: [] for i in range(params.n_seq_max)}
-        self.wanted: set[int] = set()
-        self.rows: dict[int, Any] = {}
-
-
-class FakeLlama:
-    """llama-cpp-python's low-level functions. The token behind a sequence is its sum, modulo."""
-
-    __version__ = "0.0.fake"
-
-    def __init__(self) -> None:
-        self.contexts: list[FakeContext] = []
-        self.batches: list[tuple[int, int, int]] = []
-        """Tokens, sequences and wanted rows of every pass."""
-        self.alive = 0
-        self.fail = 0
-
-    @staticmethod
-    def llama_log_callback(function: Any) -> Any:
-        return function
-
-    def llama_log_set(self, callback: Any, data: Any) -> None:
-        del callback, data
-
-    def llama_backend_init(self) -> None: ...
-
-    def llama_model_default_params(self) -> Any:
-        return SimpleNamespace(n_gpu_layers=-1)
-
-    def llama_model_load_from_file(self, path: bytes, params: Any) -> object | None:
-        assert params.n_gpu_layers == 0
-        self.alive += 1
-        return None if b"broken" in path else object()
-
-    def llama_model_get_vocab(self, model: object) -> object:
-        return model
-
-    def llama_vocab_n_tokens(self, vocabulary: object) -> int:
-        del vocabulary
-        return VOCABULARY
-
-    def llama_model_free(self, model: object) -> None:
-        del model
-        self.alive -= 1
-
-    def llama_context_default_params(self) -> Any:
-        return SimpleNamespace(kv_unified=False, n_outputs_max_per_seq=1)
-
-    def llama_init_from_model(self, model: object, params: Any) -> FakeContext:
-        del model
-        assert params.n_threads == params.n_threads_batch == peers.cores()
-        self.alive += 1
-        self.contexts.append(FakeContext(params))
-        return self.contexts[-1]
-
-    def llama_get_memory(self, context: FakeContext) -> FakeContext:
-        return context
-
-    def llama_free(self, context: FakeContext) -> None:
-        del context
-        self.alive -= 1
-
-    def llama_batch_init(self, size: int, embd: int, n_seq_max: int) -> FakeBatch:
-        assert (embd, n_seq_max) == (0, 1)
-        self.alive += 1
-        return FakeBatch(size)
-
-    def llama_batch_free(self, batch: FakeBatch) -> None:
-        del batch
-        self.alive -= 1
-
-    def llama_decode(self, context: FakeContext, batch: FakeBatch) -> int:
-        if self.fail:
-            return self.fail
-        count, wanted, sequences = batch.n_tokens, 0, set()
-        context.rows.clear()
-        for i in range(count):
-            assert batch.n_seq_id[i] == 1
-            sequence = batch.seq_id[i][0]
-            entries = context.entries[sequence]
-            assert batch.pos[i] == len(entries), "positions follow each other"
-            entries.append(batch.token[i])
-            assert len(entries) <= context.params.n_ctx // context.params.n_seq_max
-            sequences.add(sequence)
-            if batch.logits[i]:
-                wanted += 1
-                row = (ctypes.c_float * VOCABULARY)()
-                row[sum(entries) % VOCABULARY] = 1.0
-                context.rows[i] = row
-        self.batches.append((count, len(sequences), wanted))
-        return 0
-
-    def llama_get_logits_ith(self, context: FakeContext, row: int) -> Any:
-        return ctypes.cast(context.rows[row], ctypes.POINTER(ctypes.c_float))
-
-    def llama_memory_seq_rm(self, memory: FakeContext, sequence: int, low: int, high: int) -> bool:
-        assert high == -1
-        del memory.entries[sequence][low:]
-        return True
-
-    def llama_memory_clear(self, memory: FakeContext, data: bool) -> None:
-        assert not data
-        for entries in memory.entries.values():
-            entries.clear()
-
-    def llama_print_system_info(self) -> bytes:
-        return b"a fake"
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (llama_cpp, ours, transformers):
+        monkeypatch.setattr(module, "SETTLE", 0.0)
 
 
 @pytest.fixture
 def llama(monkeypatch: pytest.MonkeyPatch) -> FakeLlama:
-    """A fake in the place of llama-cpp-python; turns need no rest."""
     module = FakeLlama()
-    monkeypatch.setitem(sys.modules, peers.PACKAGE, module)
-    monkeypatch.setattr(peers, "SETTLE", 0.0)
+    monkeypatch.setitem(sys.modules, llama_cpp.PACKAGE, module)
+    monkeypatch.setattr("tests.bench.test_against.rows.cores", lambda: 1)
     return module
 
 
-def test_greedy_generation_of_several(llama: FakeLlama) -> None:
-    peer = LlamaCpp(Path("x.gguf"), threads=peers.cores(), long=64, short=32, crowd=2)
-    prompts = [[3, 4, 5], list(range(20))]
-
-    def expected(prompt: Sequence[int]) -> list[int]:
-        tokens = list(prompt)
-        for _ in range(5):
-            tokens.append(sum(tokens) % VOCABULARY)
-        return tokens[len(prompt) :]
-
-    assert peer.crowd.generate(prompts, 5) == [expected(p) for p in prompts]
-    assert peer.alone.generate(prompts[1:], 5) == [expected(prompts[1])]
-    assert llama.batches[:3] == [(3, 1, 1), (20, 1, 1), (2, 2, 2)]  # only what is needed is scored
-    peer.close()
-    assert llama.alive == 0
-
-
-def test_long_prompts_are_read_in_batches(llama: FakeLlama) -> None:
-    peer = LlamaCpp(Path("x.gguf"), threads=peers.cores(), long=2000, short=8, crowd=2)
-    prompt = [i % VOCABULARY for i in range(1100)]
-    assert peer.alone.read([prompt]) == [sum(prompt) % VOCABULARY]
-    assert llama.batches == [(512, 1, 0), (512, 1, 0), (76, 1, 1)]
-
-
-def test_failures_of_llama(llama: FakeLlama) -> None:
-    with pytest.raises(OutstrideError, match="could not load"):
-        LlamaCpp(Path("broken.gguf"), threads=peers.cores(), long=8, short=8, crowd=2)
-    peer = LlamaCpp(Path("x.gguf"), threads=peers.cores(), long=8, short=8, crowd=2)
-    llama.fail = 1
-    with pytest.raises(OutstrideError, match="llama_decode returned 1"):
-        peer.alone.read([[1]])
-
-
-def test_all_rows_are_measured(llama: FakeLlama) -> None:
+def test_everybody_gets_the_same(llama: FakeLlama, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, vllm.PACKAGE, None)
     ticks: list[tuple[int, int]] = []
-    with fake.make_llm(pages=1024, context=1024) as llm:
-        free = llm.engine.passes.pools["target"].available
-        report = peers.compare(
-            llm, Path("x.gguf"), repeat=2, sizes=SMALL, progress=lambda *now: ticks.append(now)
+    with fake.make_llm(pages=512) as llm:
+        given = [llm.encode(prompt.text, chat=True) for prompt in PROMPTS]
+        report = race.race(
+            llm,
+            GROUND,
+            ["plain", "ngram"],
+            ["llama.cpp", "vllm"],
+            PROMPTS,
+            SMALL,
+            progress=lambda *now: ticks.append(now),
         )
-        assert llm.engine.passes.pools["target"].available == free
-    assert [row.name for row in report.rows] == [
-        "pass over 1 node",
-        "pass over 2 nodes",
-        "pass over 2 nodes, theirs scoring the last",
-        "3 sequences of 1 node",
-        "pass over 1 node, 40 cached",
-        "prompt of 20 tokens",
-        "greedy, one request, 4 tokens",
-        "3 requests at once",
-        "temperature 0.8, top-p 0.95, seeded",
-    ]
-    assert report.skipped == {}
     assert ticks[-1][0] == ticks[-1][1]
-    assert all(row.ours > 0 and row.theirs for row in report.rows)
-    assert len(report.rows[0].raw["ours"]) == 2 * peers.PASSES
-    assert len(report.rows[-1].raw["ours"]) == 2
-    assert report.rows[-1].other == "our greedy"
-    assert {(2, 1, 2), (2, 1, 1), (3, 3, 3)} <= set(llama.batches)
-    assert llama.alive == 0
-    assert report.peer["version"] == "0.0.fake"
-
-
-@pytest.mark.usefixtures("llama")
-def test_what_does_not_fit_is_left_out() -> None:
-    sizes = Sizes(cached=8, long=4096, prompt=5000, output=2, crowd=2, nodes=(1,))
-    with fake.make_llm(pages=1024, context=1024) as llm:
-        report = peers.compare(llm, Path("x.gguf"), repeat=1, sizes=sizes)
-    assert set(report.skipped) == {"pass over 1 node, 4,096 cached", "prompt of 5,000 tokens"}
-    assert len(report.rows) == 5
-
-
-def test_bounds() -> None:
-    assert Row("a", "ms", 8.4, 10.0, Bound(0.85)).met is True
-    assert Row("a", "ms", 8.6, 10.0, Bound(0.85)).met is False
-    assert Row("a", "tok/s", 12.0, 10.0, Bound(1.2, most=False)).met is True
-    assert Row("a", "s", 3.1, None, Bound(3.0, of="value")).met is False
-    assert Row("a", "ms", 1.0, 2.0).met is None
-    assert Row("a", "ms", float("nan"), 2.0, Bound(1.0)).met is False
-    report = PeerReport([Row("a", "s", 3.1, None, Bound(3.0, of="value")), Row("b", "ms", 1, 2)])
+    assert list(report.settings) == ["outstride, plain", "outstride, ngram", "llama.cpp"]
+    assert report.settings["llama.cpp"]["version"] == "0.0.fake"
+    assert "vllm cannot be imported" in report.skipped["vllm"]
+    answers = [s for s in report.samples() if s["what"] == "answer"]
+    for name in report.settings:
+        mine = [s for s in answers if s["peer"] == name]
+        assert [(s["batch"], s["prompts"], s["tokens"]) for s in mine] == [
+            *((1, ["a"], 5), (1, ["b"], 5), (2, ["a", "b"], 10))
+        ]
+        assert [s["prompt_tokens"] for s in mine] == [
+            len(given[0]),
+            len(given[1]),
+            sum(map(len, given)),
+        ]
+    passes = [s for s in report.samples() if s["what"] == "pass"]
+    assert {(s["peer"], s["nodes"]) for s in passes} == {
+        *(("outstride, plain", 1), ("outstride, plain", 4), ("llama.cpp", 1), ("llama.cpp", 4))
+    }
+    assert len(passes) == 2 * 4
     summary = report.summary()
-    assert (summary["met"], summary["bounds"], summary["missed"]) == (0, 1, ["a"])
-    assert summary["ratios"] == {"b": 0.5}
+    assert set(summary["tokens_per_second"]["llama.cpp"]) == {"1", "2"}
+    assert set(summary["first_against"]) == {"outstride, ngram", "llama.cpp"}
+    assert llama.alive == 0
 
 
-def test_host_work_is_what_passes_leave() -> None:
-    with fake.make_llm() as llm:
-        rows = host.host(llm, sequences=(1, 3), steps=30)
-    assert [row.name for row in rows] == [
-        "host work per step, 1 sequence",
-        "host work per step, 3 sequences",
-    ]
-    assert all(row.ours > 0 for row in rows)
-    assert len(rows[0].raw["ours"]) >= 20
+def test_our_own_turns_find_nothing_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same prompt again is read again, by a method that has forgotten it."""
+    with fake.make_llm(pages=512) as llm:
+        stats: list[tuple[int, int]] = []
+        usual = llm.generate
+
+        def generate(*arguments: Any, **options: Any) -> Any:
+            found = usual(*arguments, **options)
+            stats.append((found[0].stats.reused, found[0].stats.passes))
+            return found
+
+        monkeypatch.setattr(llm, "generate", generate)
+        peer = ours.Ours(llm, "suffix", 1)
+        prompt = llm.encode("abcabcabc " * 8, chat=True)
+        assert peer.generate([prompt], 20) == peer.generate([prompt], 20)
+        assert stats[0] == stats[1]
+        assert stats[0][0] == 0
 
 
-def test_a_child_is_watched() -> None:
-    code = "import sys, time; x = bytearray(60_000_000); print('hi', flush=True); time.sleep(0.05)"
-    seconds, peak = peers.watch_child([sys.executable, "-c", code])
-    assert 0 < seconds < 30
-    assert 60e6 < peak < 200e6  # its own, not that of this process
-    with pytest.raises(OutstrideError, match="no such thing"):
-        peers.watch_child([sys.executable, "-c", "import sys; sys.exit('no such thing')"])
+def test_answers_of_another_length_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short:
+        name, settings = "short", dict[str, Any]()
+
+        def generate(self, prompts: Sequence[Sequence[int]], output: int) -> list[list[int]]:
+            return [[1] * (output - 1) for _ in prompts]
+
+        def once(self, nodes: int, cached: int) -> None:
+            del nodes, cached
+
+        def fits(self, count: int) -> bool:
+            return count > 0
+
+        def close(self) -> None: ...
+
+    monkeypatch.setitem(race.PEERS, "short", lambda _: [Short()])
+    report = RaceReport()
+    with fake.make_llm() as llm, pytest.raises(OutstrideError, match="short gave an answer"):
+        race.race(llm, GROUND, ["plain"], ["short"], PROMPTS, SMALL, report=report)
+    assert report.samples(), "what was measured before stays"
+    with fake.make_llm() as llm, pytest.raises(InvalidParams):
+        race.race(llm, GROUND, [], ["short"], PROMPTS, SMALL)
 
 
-def test_start_ignores_the_first_run() -> None:
-    found = iter([(9.0, 1e6), (1.0, 2e6), (3.0, 4e6), (2.0, 3e6)])
-    first, memory = peers.start(["x"], watcher=lambda _: next(found))
-    assert (first.ours, memory.ours) == (2.0, 4.0)
+# --- transformers, for real -------------------------------------------------------------------------
 
 
-# --- how it is built ------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.serve import tiny
 
-AVX512 = "avx512f avx512cd avx512bw avx512dq avx512vl"
+    return tiny.make(tmp_path_factory.mktemp("peers") / "tiny")
+
+
+def test_transformers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "formats", lambda: [torch.float32])
+    config = json.loads((checkpoint / "config.json").read_text())
+    ground = Ground(checkpoint, config["vocab_size"], threads=1, longest=200, crowd=2)
+    plain, lookup = transformers.open_all(ground)
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 7]]
+    alone = [plain.generate([prompt], 12)[0] for prompt in prompts]
+    assert [len(tokens) for tokens in alone] == [12, 12]
+    assert plain.generate(prompts, 12) == alone, "padding changes nothing"
+    assert lookup.generate(prompts[:1], 12) == alone[:1]
+    assert (plain.fits(2), lookup.fits(1), lookup.fits(2)) == (True, True, False)
+    assert lookup.settings["prompt_lookup_num_tokens"] == transformers.LOOKUP
+    assert plain.settings["weights"] == "float32"
+    case = plain.once(3, 8)
+    assert case is not None
+    with case() as call:
+        call()
+    assert lookup.once(3, 8) is None
+    plain.close()
+
+
+def test_a_processor_that_refuses_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "_PROBE", "import os; os.abort()")
+    assert transformers.formats() == [torch.float32]
+    monkeypatch.setattr(transformers, "_PROBE", "")
+    assert transformers.formats() == [torch.float32, torch.bfloat16]
+
+
+# --- vLLM and OpenVINO GenAI, as documented ---------------------------------------------------------
+
+
+class FakeVllm(ModuleType):
+    """What is used of vLLM's interface; the answer is the prompt's first token, repeated."""
+
+    __version__ = "0.fake"
+
+    def __init__(self) -> None:
+        super().__init__(vllm.PACKAGE)
+        self.engines: list[dict[str, Any]] = []
+
+    def SamplingParams(self, **options: Any) -> Any:  # noqa: N802
+        assert options.pop("temperature") == 0.0
+        assert options.pop("ignore_eos")
+        return SimpleNamespace(**options)
+
+    def LLM(self, **options: Any) -> Any:  # noqa: N802
+        self.engines.append(options)
+
+        def generate(prompts: list[dict[str, list[int]]], params: Any, use_tqdm: bool) -> list[Any]:
+            assert not use_tqdm
+            return [
+                SimpleNamespace(
+                    outputs=[
+                        SimpleNamespace(token_ids=[p["prompt_token_ids"][0]] * params.max_tokens)
+                    ]
+                )
+                for p in prompts
+            ]
+
+        return SimpleNamespace(generate=generate)
+
+
+def test_vllm(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = FakeVllm()
+    monkeypatch.setitem(sys.modules, vllm.PACKAGE, module)
+    ground = Ground(checkpoint, 100, threads=2, longest=99, crowd=4)
+    plain, speculating = vllm.open_all(ground)
+    assert plain.generate([[3, 4], [5]], 2) == [[3, 3], [5, 5]]
+    assert (plain.name, speculating.name) == ("vllm", "vllm, n-gram")
+    assert [e.get("speculative_config") for e in module.engines] == [None, vllm.NGRAM]
+    assert all(e["model"] == str(checkpoint) for e in module.engines)
+    assert all(not e["enable_prefix_caching"] and e["max_num_seqs"] == 4 for e in module.engines)
+    assert plain.once(1, 1) is None
+    plain.close()
+
+
+class FakeOpenVino(ModuleType):
+    """What is used of OpenVINO GenAI; the answer is the prompt's last token, repeated."""
+
+    def __init__(self) -> None:
+        super().__init__(openvino.PACKAGE)
+        self.opened: list[tuple[str, str, dict[str, Any]]] = []
+
+    def get_version(self) -> str:
+        return "0.fake"
+
+    def GenerationConfig(self) -> Any:  # noqa: N802
+        return SimpleNamespace()
+
+    def TokenizedInputs(self, tokens: Any, mask: Any) -> Any:  # noqa: N802
+        return SimpleNamespace(tokens=tokens, mask=mask)
+
+    def LLMPipeline(self, path: str, device: str, **options: Any) -> Any:  # noqa: N802
+        self.opened.append((path, device, options))
+
+        def generate(given: Any, config: Any) -> Any:
+            assert config.ignore_eos
+            assert not config.do_sample
+            assert (given.mask.sum(axis=1) > 0).all()
+            assert (given.tokens[given.mask == 0] == 0).all()
+            return SimpleNamespace(
+                tokens=[[row[-1]] * config.max_new_tokens for row in given.tokens]
+            )
+
+        return SimpleNamespace(generate=generate)
+
+
+def test_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = FakeOpenVino()
+    runtime = ModuleType(openvino.RUNTIME)
+    runtime.Tensor = np.asarray  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, openvino.PACKAGE, module)
+    monkeypatch.setitem(sys.modules, openvino.RUNTIME, runtime)
+    [peer] = openvino.open_all(GROUND)
+    assert peer.generate([[3, 4, 5], [6]], 2) == [[5, 5], [6, 6]]
+    assert module.opened[0][:2] == ("x.gguf", "CPU")
+    assert module.opened[0][2]["INFERENCE_NUM_THREADS"] == 1
+    assert peer.once(1, 1) is None
+    peer.close()
 
 
 @pytest.mark.parametrize(
-    ("machine", "flags", "on"),
+    ("package", "opened"),
     [
-        (
-            "x86_64",
-            "sse4_2 avx avx2 fma f16c bmi2",
-            {"SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2"},
-        ),
-        ("x86_64", "sse4_2 avx", {"SSE42", "AVX"}),
-        ("x86_64", "avx2 avx_vnni", {"AVX2", "AVX_VNNI"}),
-        ("x86_64", f"avx2 avx_vnni {AVX512} amx_int8", {"AVX2", "AVX512"}),
-        ("AMD64", f"{AVX512} avx512_vnni avx512vbmi", {"AVX512", "AVX512_VNNI", "AVX512_VBMI"}),
-        ("x86_64", "avx512f avx512_vnni", set()),
+        (vllm.PACKAGE, vllm.open_all),
+        (openvino.PACKAGE, openvino.open_all),
+        (transformers.PACKAGE, transformers.open_all),
+        (llama_cpp.PACKAGE, llama_cpp.open_all),
     ],
 )
-def test_build_options(machine: str, flags: str, on: set[str]) -> None:
-    found = peers.build_options(machine, f"processor\t: 0\nflags\t\t: {flags}\n")
-    assert found[0] == "-DGGML_NATIVE=OFF"
-    assert {o[len("-DGGML_") : -len("=ON")] for o in found if o.endswith("=ON")} == on
-    assert not any("AMX" in option for option in found)
-    assert all(o.endswith(("=ON", "=OFF")) for o in found)
+def test_what_is_not_installed(package: str, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(OutstrideError, match="cannot be imported"):
+        opened(GROUND)
 
 
-def test_elsewhere_the_build_is_native() -> None:
-    assert peers.build_options("aarch64", "Features : fp asimd\n") == ["-DGGML_NATIVE=ON"]
-    assert peers.build_options("x86_64", "") == ["-DGGML_NATIVE=ON"]
+def test_llama_reads_gguf_only(llama: FakeLlama, checkpoint: Path) -> None:
+    with pytest.raises(OutstrideError, match="GGUF"):
+        llama_cpp.open_all(Ground(checkpoint, 10, 1, 10, 1))
+    assert llama.alive == 0
 
 
-# --- the command ----------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------
 
 
 def test_the_command(
     shell: Shell, llama: FakeLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from outstride.bench.peers import rows
+
+    monkeypatch.setattr(rows, "cores", lambda: 1)
+    for package in (vllm.PACKAGE, openvino.PACKAGE, transformers.PACKAGE):
+        monkeypatch.setitem(sys.modules, package, None)
     file = tmp_path / "model.gguf"
     file.touch()
-    monkeypatch.setattr(peers, "start", lambda _: [Row("start to first token", "s", 1.0)])
-    monkeypatch.setattr(peers, "Sizes", lambda: SMALL)
-    out = tmp_path / "out.json"
-    arguments = ("--against", "llama.cpp", "--model", str(file), "--repeat", "1")
-    ran = shell("bench", "step", *arguments, "--out", str(out), context=1024, pages=1024)
-    assert (ran.code, ran.err) == (0, "")
+    options = ("--limit", "2", "--batch", "1,2", "--tokens", "4", "--nodes", "1,2", "--cached", "4")
+    more = ("--repeat", "1", "--rounds", "2", "--out", str(tmp_path / "out.json"))
+    ran = shell("bench", "peers", "--model", str(file), *options, *more, context=2048, pages=2048)
+    assert ran.code == 0, ran.err
     values = result.validate(json.loads(ran.last))
     assert values["kind"] == "peers"
-    assert values["settings"]["against"] == "llama.cpp"
-    assert "must be" in ran.out
-    assert result.read(out).to_dict() == values
+    assert set(values["summary"]["skipped"]) == {"transformers", "vllm", "openvino"}
+    assert "left out: vllm: vllm cannot be imported" in " ".join(ran.out.split())
+    assert "llama.cpp: version 0.0.fake" in ran.out
+    assert result.read(tmp_path / "out.json").to_dict() == values
     assert llama.alive == 0
 
 
-def test_only_gguf_files(shell: Shell, llama: FakeLlama, tmp_path: Path) -> None:
-    del llama
-    (tmp_path / "config.json").write_text("{}")
-    ran = shell("bench", "step", "--against", "llama.cpp", "--model", str(tmp_path))
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--peers", "other"), "no peer 'other'; known are llama.cpp"),
+        (("--tokens", "0"), "start at 1"),
+        (("--methods", "ngrm"), "did you mean ngram"),
+    ],
+)
+def test_bad_requests(shell: Shell, options: tuple[str, str], said: str) -> None:
+    ran = shell("bench", "peers", *options, pages=0)
     assert ran.code == 1
-    assert "reads GGUF files" in ran.err
-    with pytest.raises(InvalidParams):
-        peers.gguf_of(str(tmp_path))
-
-
-def test_a_missing_peer_says_how_to_get_it(
-    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "model.gguf"
-    file.touch()
-    monkeypatch.setitem(sys.modules, peers.PACKAGE, None)
-    ran = shell("bench", "step", "--against", "llama.cpp", "--model", str(file))
-    assert ran.code == 1
-    assert "`make bench` builds and installs it" in ran.err
-
-
-def test_other_peers_are_unknown(shell: Shell) -> None:
-    ran = shell("bench", "step", "--against", "other")
-    assert ran.code == 2
-    assert "llama.cpp" in ran.err
+    assert said in ran.err

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outstride.bench.prompts import BenchPrompt, built_in, read_prompts, spread
+from outstride.bench.prompts import BenchPrompt, built_in, read_prompts, shipped, spread
 from outstride.errors import InvalidPrompt
 
 
@@ -87,11 +88,23 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes, said: str) -> None
         read_prompts(tmp_path / name)
 
 
-def test_built_in_prompts_are_varied() -> None:
+def test_shipped_prompts_are_of_every_kind() -> None:
+    prompts = shipped()
+    groups = Counter(prompt.group for prompt in prompts)
+    assert set(groups) == {
+        *("chat", "translation", "summary", "question"),
+        *("maths", "retrieval", "code", "rewriting"),
+    }
+    assert min(groups.values()) >= 5
+    assert len({prompt.id for prompt in prompts}) == len({p.text for p in prompts}) == len(prompts)
+    assert max(len(prompt.text) for prompt in prompts) < 2000
+
+
+def test_the_dozen_has_all_kinds() -> None:
     prompts = built_in()
-    assert len(prompts) >= 12
-    assert len({prompt.id for prompt in prompts}) == len(prompts)
-    assert len({prompt.group for prompt in prompts}) >= 7
+    assert len(prompts) == 12
+    assert {prompt.group for prompt in prompts} == {prompt.group for prompt in shipped()}
+    assert prompts == shipped()[:12]
 
 
 def test_spread_reaches_every_part() -> None:

@@ -21,7 +21,7 @@ def test_it_says_what_where_and_with_what() -> None:
     values = some().to_dict()
     assert list(values) == [
         *("kind", "machine", "versions", "commit", "settings"),
-        *("samples", "summary", "started", "seconds"),
+        *("samples", "summary", "complete", "started", "seconds"),
     ]
     assert set(values["machine"]) == {"cpu", "cores", "memory", "accelerator", "os"}
     assert values["machine"]["cores"] >= 1
@@ -49,6 +49,7 @@ def test_round_trip(tmp_path: Path) -> None:
     [
         ({"kind": None}, "'kind' is of type NoneType"),
         ({"seconds": True}, "'seconds' is of type bool"),
+        ({"complete": 1}, "'complete' is of type int"),
         ({"samples": [1]}, "samples must be objects"),
         ({"machine": {}}, "machine lacks 'cpu'"),
         ({"extra": 1}, "unknown field 'extra'"),

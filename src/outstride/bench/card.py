@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from outstride.bench.peers import Bound, PeerReport, Row
+from outstride.bench.peers.rows import Bound, PeerReport, Row
 from outstride.core.contracts import Work
 from outstride.core.graph import chain, tree
 from outstride.core.params import SamplingParams
@@ -349,9 +349,10 @@ def starts(name: str) -> list[Row]:
     return [Row("second start to first token", "s", found[1], None, bound, raw={"ours": found})]
 
 
-def compare(name: str, *, progress: Callable[[int, int], None] | None = None) -> PeerReport:
+def compare(
+    name: str, report: PeerReport, *, progress: Callable[[int, int], None] | None = None
+) -> None:
     """All rows of the table for a card."""
-    report = PeerReport(peer={"version": "transformers"})
     loaded = on_card(name)
     parts: list[Callable[[], list[Row]]] = [
         lambda: passes(loaded),
@@ -363,7 +364,6 @@ def compare(name: str, *, progress: Callable[[int, int], None] | None = None) ->
         report.rows += part()
         if progress is not None:
             progress(i + 1, len(parts))
-    return report
 
 
 def _first_token(name: str) -> None:

@@ -64,9 +64,14 @@ def in_turns(
     repeat: int,
     warmups: int = 1,
     tick: Callable[[], None] | None = None,
+    into: dict[K, Series] | None = None,
 ) -> dict[K, Series]:
-    """Runs all cases in turns; warm-ups (compilation, caches, page faults) are not counted."""
-    found = {name: Series() for name in cases}
+    """Runs all cases in turns; warm-ups (compilation, caches, page faults) are not counted.
+
+    `into` is filled as durations come, so that whoever is interrupted has those that were taken.
+    """
+    found = {} if into is None else into
+    found |= {name: Series() for name in cases}
     for turn in range(warmups + repeat):
         for name, case in cases.items():
             with case() as call:

@@ -1,7 +1,8 @@
 """Methods beside each other on the same prompts: tokens per pass, tokens per second, where time goes.
 
-All methods answer the same few prompts in turns before the next few come, so that a machine that slows
-down slows all of them alike; what is compared is paired. Each method begins each round with a memory
+Tasks, batch sizes and temperatures vary; each pair of the latter two is a setting. All methods answer
+the same few prompts in turns before the next few come, so that a machine that slows down slows all of
+them alike; what is compared is paired. Each method begins each round with a memory
 of its own that has seen none of the prompts, and nobody finds another's prompt in the prefix tree;
 `warm` rows are a further round with what the first one left behind. One counter, the engine's ledger,
 serves all methods.
@@ -11,13 +12,19 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
 
+import numpy as np
+
+from outstride import registry
 from outstride.bench import clock
+from outstride.bench.harness import Watch
 from outstride.bench.prompts import BenchPrompt
+from outstride.core.contracts import Exactness
 from outstride.core.params import SamplingParams
 from outstride.errors import InvalidParams
 from outstride.llm import LLM
@@ -27,6 +34,8 @@ BASELINE = "plain"
 VERBS = ("plan", "propose", "forward", "accept", "commit")
 INCOMPRESSIBLE = "random"
 """The group of prompts that nothing can be guessed about, answered with much noise."""
+MIXED = "mixed"
+"""The group of portions that no single group can fill."""
 DRAWS = 2000
 
 
@@ -36,6 +45,8 @@ class Run:
 
     method: str
     group: str
+    batch: int
+    temperature: float
     round: int
     warm: bool
     prompts: tuple[str, ...]
@@ -56,10 +67,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a method did on a group, or on all of them."""
+    """What a method did on a group, or on all of them, in one setting."""
 
     method: str
     group: str
+    batch: int
+    temperature: float
     warm: bool
     prompts: int
     equal: int
@@ -80,24 +93,25 @@ class Line:
 class DecodeReport:
     """All runs, and what they add up to."""
 
-    methods: list[str]
+    methods: list[str] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
     def lines(self) -> list[Line]:
-        """By method: each group, then all of them; warm rounds apart."""
+        """By setting and method: each group, then all of them; warm rounds apart."""
         found = []
-        for warm in sorted({run.warm for run in self.runs}):
-            groups = list(dict.fromkeys(run.group for run in self.runs if run.warm is warm))
+        for setting in dict.fromkeys((r.batch, r.temperature, r.warm) for r in self.runs):
+            runs = [r for r in self.runs if (r.batch, r.temperature, r.warm) == setting]
+            groups = list(dict.fromkeys(run.group for run in runs))
             for method in self.methods:
                 for group in groups:
-                    found.append(self._line(method, [group], group, warm))
+                    found.append(self._line(method, [group], group, runs))
                 if len(groups) > 1:
-                    found.append(self._line(method, groups, "all", warm))
+                    found.append(self._line(method, groups, "all", runs))
         return found
 
-    def _line(self, method: str, groups: Sequence[str], name: str, warm: bool) -> Line:
+    def _line(self, method: str, groups: Sequence[str], name: str, runs: Sequence[Run]) -> Line:
         mine, base = (
-            [r for r in self.runs if r.method == m and r.group in groups and r.warm is warm]
+            [r for r in runs if r.method == m and r.group in groups]
             for m in (method, self.methods[0])
         )
         seconds = sum(run.seconds for run in mine)
@@ -110,7 +124,9 @@ class DecodeReport:
         return Line(
             method=method,
             group=name,
-            warm=warm,
+            batch=mine[0].batch,
+            temperature=mine[0].temperature,
+            warm=mine[0].warm,
             prompts=sum(len(run.prompts) for run in mine if run.round == mine[0].round),
             equal=min(
                 sum(run.equal for run in mine if run.round == number)
@@ -145,13 +161,13 @@ def _ratio(pairs: Sequence[tuple[Run, Run]], groups: Sequence[str]) -> float:
 
 def _bound(pairs: Sequence[tuple[Run, Run]], groups: Sequence[str]) -> float:
     """Lower end of the 95% interval of the ratio (two-sided), by resampling pairs in each group."""
-    numbers = random.Random(0)
-    by_group = [[pair for pair in pairs if pair[0].group == group] for group in groups]
-    found = sorted(
-        _ratio([numbers.choice(group) for group in by_group for _ in group], groups)
-        for _ in range(DRAWS if len(pairs) > 1 else 1)
-    )
-    return found[int(0.025 * len(found))]
+    numbers = np.random.default_rng(0)
+    found = np.zeros(DRAWS)
+    for group in groups:
+        times = np.array([(a.seconds, b.seconds) for a, b in pairs if a.group == group])
+        drawn = times[numbers.integers(len(times), size=(DRAWS, len(times)))].sum(axis=1)
+        found += drawn[:, 0] / drawn[:, 1] / len(groups)
+    return float(np.quantile(found, 0.025))
 
 
 def incompressible(llm: LLM, count: int, length: int = 64) -> list[BenchPrompt]:
@@ -164,68 +180,123 @@ def incompressible(llm: LLM, count: int, length: int = 64) -> list[BenchPrompt]:
     return found
 
 
+def exact_methods() -> list[str]:
+    """Every method that promises plain decoding's text and needs nothing but the model."""
+    registry.discover()
+    return [
+        entry.name
+        for entry in registry.entries()
+        if entry.exactness is Exactness.EXACT
+        and entry.exact_to == BASELINE
+        and not entry.needs
+        and not any(option.required for option in entry.options)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How prompts are answered: so many at a time, greedily or not."""
+
+    batch: int
+    temperature: float
+    round: int
+    warm: bool = False
+
+    def memory(self, method: str) -> str:
+        """What keeps this method's memories and prefixes apart; a warm round finds the first one's."""
+        number = 0 if self.warm else self.round
+        return f"{method} {self.batch} {self.temperature} {number}"
+
+
 def decode(
     llm: LLM,
     methods: Sequence[str],
     prompts: Sequence[BenchPrompt],
     params: SamplingParams,
     *,
-    batch: int = 1,
+    batches: Sequence[int] = (1,),
+    temperatures: Sequence[float] = (),
     rounds: int = 1,
     warm: bool = False,
     raw: bool = False,
+    report: DecodeReport | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> DecodeReport:
-    """Answers all prompts with all methods, some prompts of one group at a time, in turns."""
-    if batch < 1 or rounds < 1:
-        raise InvalidParams("batch and rounds must be at least 1")
-    methods = [BASELINE, *(m for m in dict.fromkeys(methods) if m != BASELINE)]
-    report = DecodeReport(methods)
-    portions = []
+    """Answers all prompts with all methods, some prompts of one group at a time, in turns.
+
+    Without temperatures, that of `params` holds. `report` is filled while the run goes on.
+    """
+    if rounds < 1 or min(batches, default=0) < 1 or min(temperatures, default=0.0) < 0.0:
+        raise InvalidParams("batches and rounds must be at least 1, temperatures at least 0")
+    report = DecodeReport() if report is None else report
+    report.methods = [BASELINE, *(m for m in dict.fromkeys(methods) if m != BASELINE)]
+    settings = [
+        Setting(batch, temperature, number, warm=number == rounds)
+        for batch in dict.fromkeys(batches)
+        for temperature in dict.fromkeys(temperatures or (params.temperature,))
+        for number in range(rounds + warm)
+    ]
+    work = [(s, portion) for s in settings for portion in _portions(prompts, s.batch)]
+    watch = Watch(progress)
+    watch.expected = len(work) * len(report.methods)
+    for method in report.methods:  # load, compile, measure what passes cost
+        llm.chat("Count to ten.", SamplingParams(max_tokens=24), method=method, salt="warm-up")
+    for setting, portion in work:
+        seed = params.seed if params.seed is not None else 0  # the same noise for all methods
+        chosen = replace(params, temperature=setting.temperature, seed=seed)
+        _in_turns(llm, report, setting, portion, chosen, raw, watch)
+    return report
+
+
+def _portions(prompts: Sequence[BenchPrompt], batch: int) -> list[list[BenchPrompt]]:
+    """The prompts of each group, so many at a time.
+
+    Where no group has enough for that, groups are mixed, each portion with some of all.
+    """
+    found: list[list[BenchPrompt]] = []
+    usual = [prompt for prompt in prompts if prompt.group != INCOMPRESSIBLE]
+    sizes = Counter(prompt.group for prompt in usual)
+    if usual and max(sizes.values()) < min(batch, len(usual)):
+        count = -(-len(usual) // batch)
+        dealt = [replace(prompt, group=MIXED) for prompt in usual]
+        found = [dealt[i::count] for i in range(count)]
+        prompts = [prompt for prompt in prompts if prompt.group == INCOMPRESSIBLE]
     for group in dict.fromkeys(prompt.group for prompt in prompts):
         mine = [prompt for prompt in prompts if prompt.group == group]
-        portions += [mine[i : i + batch] for i in range(0, len(mine), batch)]
-    numbers = [*range(rounds), *([rounds] if warm else [])]
-    done, expected = 0, len(numbers) * len(portions) * len(methods)
-    for method in methods:  # load, compile, measure what passes cost
-        llm.chat("Count to ten.", SamplingParams(max_tokens=24), method=method, salt="warm-up")
-    for number in numbers:
-        for portion in portions:
-            reference: list[list[int]] = []
-            order = methods[number % len(methods) :] + methods[: number % len(methods)]
-            runs: dict[str, tuple[Run, list[list[int]]]] = {}
-            for method in order:
-                memory = 0 if number == rounds else number
-                runs[method] = _answer(
-                    llm,
-                    method,
-                    portion,
-                    params,
-                    number,
-                    f"{method} {memory}",
-                    raw,
-                    number == rounds,
-                )
-                done += 1
-                if progress is not None:
-                    progress(done, expected)
-            reference = runs[methods[0]][1]
-            for method in methods:
-                run, said = runs[method]
+        found += [mine[i : i + batch] for i in range(0, len(mine), batch)]
+    return found
+
+
+def _in_turns(
+    llm: LLM,
+    report: DecodeReport,
+    setting: Setting,
+    portion: Sequence[BenchPrompt],
+    params: SamplingParams,
+    raw: bool,
+    watch: Watch,
+) -> None:
+    """One portion by all methods. It is entered as a whole, so that methods stay comparable."""
+    first = setting.round % len(report.methods)
+    runs: dict[str, tuple[Run, list[list[int]]]] = {}
+    for method in report.methods[first:] + report.methods[:first]:
+        runs[method] = _answer(llm, method, setting, portion, params, raw)
+        if len(runs) == len(report.methods):
+            reference = runs[report.methods[0]][1]
+            for name in report.methods:
+                run, said = runs[name]
                 run.equal = sum(a == b for a, b in zip(said, reference, strict=True))
                 report.runs.append(run)
-    return report
+        watch.tick()
 
 
 def _answer(
     llm: LLM,
     method: str,
+    setting: Setting,
     portion: Sequence[BenchPrompt],
     params: SamplingParams,
-    number: int,
-    salt: str,
     raw: bool,
-    warm: bool,
 ) -> tuple[Run, list[list[int]]]:
     """One portion by one method: counted and timed."""
     group = portion[0].group
@@ -244,7 +315,7 @@ def _answer(
     before = dict(llm.engine.ledger.seconds)
     start = clock.now()
     ask = llm.generate if raw or group == INCOMPRESSIBLE else llm.chat
-    results = ask(texts, chosen, method=method, salt=salt)
+    results = ask(texts, chosen, method=method, salt=setting.memory(method))
     seconds = clock.now() - start
     after = llm.engine.ledger.seconds
     outputs = [output for result in results for output in result.outputs]
@@ -255,8 +326,10 @@ def _answer(
     run = Run(
         method=method,
         group=group,
-        round=number,
-        warm=warm,
+        batch=setting.batch,
+        temperature=setting.temperature,
+        round=setting.round,
+        warm=setting.warm,
         prompts=tuple(prompt.id for prompt in portion),
         seconds=seconds,
         emitted=stats.emitted,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from outstride.bench import clock
-from outstride.bench.peers import Bound, Row
-from outstride.core.contracts import CAUSAL, Work
+from outstride.bench.peers.rows import Bound, Row
+from outstride.core.contracts import CAUSAL, Filter, Graft, Work
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import Scores
@@ -42,6 +42,8 @@ class Idle:
 
     def __init__(self, vocab_size: int, pages: int, context: int) -> None:
         self.vocab_size, self.pages, self.context = vocab_size, pages, context
+        self.grafts: dict[str, Graft] = {}
+        self.filters: dict[str, Filter] = {}
         self._work = bytes(8_000_000)  # milliseconds, as many as a pass takes
         self._best = np.full((4096, 1), self.token, dtype=np.int64)
         self.passes: list[tuple[int, float, float]] = []

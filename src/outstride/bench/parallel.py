@@ -105,14 +105,23 @@ class Total:
 class ParallelReport:
     """All lines, the baseline's first."""
 
-    policies: list[str]
-    tasks: list[str]
+    policies: list[str] = field(default_factory=list)
+    tasks: list[str] = field(default_factory=list)
     lines: dict[tuple[str, str], Line] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     """Policies that the model cannot run, and why."""
 
     def of(self, policy: str) -> list[Line]:
-        return [self.lines[policy, task] for task in self.tasks]
+        return [self.lines[policy, task] for task in self.measured]
+
+    @property
+    def measured(self) -> list[str]:
+        """The tasks that every policy has answered; a run that was cut short lacks some."""
+        return [
+            task
+            for task in self.tasks
+            if self.lines and all(self.lines[policy, task].cases for policy in self.policies)
+        ]
 
     def totals(self) -> list[Total]:
         """By policy, in the order of measuring."""
@@ -140,10 +149,12 @@ class ParallelReport:
         return found
 
     def samples(self) -> list[dict[str, Any]]:
-        return [line.to_dict() for policy in self.policies for line in self.of(policy)]
+        return [line.to_dict() for line in self.lines.values() if line.cases]
 
     def summary(self) -> dict[str, Any]:
         """The baseline by task, all policies, and the best of those that may change the text."""
+        if not self.measured:
+            return {"skipped": self.skipped}
         totals = self.totals()
         lossy = [t for t in totals if t.exactness == Exactness.LOSSY.value and t.loss <= LOSS]
         best = max(lossy, key=lambda total: total.fewer, default=None)
@@ -178,6 +189,7 @@ def measure(
     tasks: Sequence[str] = tuple(TASKS),
     limit: int = 20,
     batch: int = 1,
+    report: ParallelReport | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ParallelReport:
     """Asks `limit` questions of each task, by each policy in turns, some at a time."""
@@ -187,7 +199,8 @@ def measure(
         raise InvalidParams(f"there is no task {unknown[0]!r}; tasks are {', '.join(TASKS)}")
     pairs = [(reference_of(policy), policy) for policy in policies]
     wanted = list(dict.fromkeys([BASELINE, *(policy for pair in pairs for policy in pair)]))
-    report = ParallelReport([], list(tasks))
+    report = ParallelReport() if report is None else report
+    report.tasks = list(tasks)
     asked = {task: cases(task, limit) for task in tasks}
     first = asked[tasks[0]][0]
     for policy in wanted:  # compiles what there is to compile, and finds out what cannot be done

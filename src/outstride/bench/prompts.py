@@ -1,4 +1,4 @@
-"""Prompts to measure and prove with: from files, or a dozen built-in ones.
+"""Prompts to measure and prove with: from files, or those that come with the project.
 
 Files that are understood (each may also be packed with gzip, `.gz`):
 
@@ -10,7 +10,8 @@ Files that are understood (each may also be packed with gzip, `.gz`):
   - anything else with `prompt`; `group` (or `category`) and `id` are used if they are there.
 
 Groups matter because tokens per pass depend on the task: a mean over groups does not change with
-how many prompts of each kind a file happens to hold.
+how many prompts of each kind a file happens to hold. The prompts of the project come in eight: chat,
+translation, summary, question, maths, retrieval, code and rewriting.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from outstride.errors import InvalidPrompt
+
+T = TypeVar("T")
 
 MT_BENCH = frozenset(
     {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
@@ -105,86 +108,23 @@ def _fields(row: Mapping[str, Any], stem: str, number: int, place: str) -> tuple
     )
 
 
-def spread(prompts: Sequence[BenchPrompt], limit: int | None) -> list[BenchPrompt]:
+def spread(prompts: Sequence[T], limit: int | None) -> list[T]:
     """At most `limit` prompts, evenly over the whole list: files are sorted by kind."""
     if limit is None or limit >= len(prompts):
         return list(prompts)
     return [prompts[i * len(prompts) // limit] for i in range(limit)]
 
 
-_PASSAGE = (
-    "The lighthouse at Harrow Point was built in 1871, after three ships had been lost on the reef "
-    "in a single winter. Its lamp burned whale oil at first, then paraffin, and from 1926 "
-    "electricity. A keeper and two assistants lived there with their families until 1984, when the "
-    "light was made automatic. The cottages stood empty for a decade; since 1995 they have housed "
-    "a small museum, which about nine thousand people visit each year."
-)
-_ORDERS = (
-    "Order 1041: Mira Okafor, 3 desk lamps, ships 4 May, paid.\n"
-    "Order 1042: Jon Lindqvist, 1 office chair, ships 6 May, not paid.\n"
-    "Order 1043: Priya Raman, 12 notebooks, ships 4 May, paid."
-)
-_CODE = (
-    "def total(items):\n"
-    "    result = 0\n"
-    "    for i in range(len(items)):\n"
-    "        result = result + items[i].price * items[i].count\n"
-    "    return result"
-)
-_BUILT_IN: tuple[tuple[str, str, str], ...] = (
-    ("sky", "chat", "Why does the sky look blue at noon and red in the evening?"),
-    (
-        "interview",
-        "chat",
-        "How should I prepare for a job interview next week? Give me practical advice.",
-    ),
-    ("story", "chat", "Write a short story about a fox who is afraid of the dark."),
-    (
-        "translate-out",
-        "translation",
-        "Translate into French: The train to Lyon leaves at nine o'clock, and the last one back "
-        "leaves at midnight.",
-    ),
-    (
-        "translate-in",
-        "translation",
-        "Translate German to English: Der Hund schläft unter dem Tisch, weil es draußen regnet.",
-    ),
-    ("summary", "summary", f"Summarize the following text in two sentences.\n\n{_PASSAGE}"),
-    (
-        "question",
-        "question",
-        f"{_PASSAGE}\n\nWhen was the light made automatic, and what are the cottages used for?",
-    ),
-    (
-        "extract",
-        "extraction",
-        f"List the names and items of all paid orders, one per line.\n\n{_ORDERS}",
-    ),
-    (
-        "rewrite",
-        "extraction",
-        f"Rewrite these orders as a JSON list with the fields id, name and item.\n\n{_ORDERS}",
-    ),
-    (
-        "maths",
-        "maths",
-        "A baker sells 24 loaves in the morning and half as many in the afternoon, at 3 dollars "
-        "each. How much does she earn in a day? Think step by step.",
-    ),
-    (
-        "code",
-        "code",
-        f"Make this Python function shorter, without changing what it does.\n\n{_CODE}",
-    ),
-    (
-        "list",
-        "list",
-        "Name the months of the year, each with how many days it has, as a numbered list.",
-    ),
-)
+SHIPPED = Path(__file__).parent / "data" / "prompts.jsonl"
+"""Written for this project: five or six prompts of each kind of task, the dozen first."""
+DOZEN = 12
+
+
+def shipped() -> list[BenchPrompt]:
+    """The prompts that come with the project, of every kind of task."""
+    return read_prompts(SHIPPED)
 
 
 def built_in() -> list[BenchPrompt]:
-    """A dozen prompts of several kinds, for when no file is given."""
-    return [BenchPrompt(*row) for row in _BUILT_IN]
+    """A dozen of them, of all kinds, for what takes long."""
+    return shipped()[:DOZEN]

@@ -7,6 +7,7 @@
  "settings": {…},               everything that was chosen
  "samples": [{…}, …],           one per measured case: raw, so that others can sum up anew
  "summary": {…},                what a reader looks at first
+ "complete": true,              false if the run was cut short: what it had measured is there
  "started": "…",                UTC, ISO 8601
  "seconds": 12.3}               how long it all took
 """
@@ -37,6 +38,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "settings": (dict,),
     "samples": (list,),
     "summary": (dict,),
+    "complete": (bool,),
     "started": (str,),
     "seconds": (int, float),
 }
@@ -133,14 +135,20 @@ class BenchResult:
     machine: dict[str, Any] = field(default_factory=machine)
     versions: dict[str, str] = field(default_factory=versions)
     commit: str | None = field(default_factory=commit)
+    complete: bool = False
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     seconds: float = 0.0
     _clock: float = field(default_factory=clock.now, repr=False, compare=False)
 
-    def finish(self, samples: list[dict[str, Any]], summary: dict[str, Any]) -> BenchResult:
-        """Enters what was found and stops the watch."""
+    def enter(self, samples: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+        """Enters what was found so far."""
         self.samples, self.summary = samples, summary
         self.seconds = clock.now() - self._clock
+
+    def finish(self, samples: list[dict[str, Any]], summary: dict[str, Any]) -> BenchResult:
+        """Enters what was found; nothing is missing."""
+        self.enter(samples, summary)
+        self.complete = True
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,7 +167,9 @@ def validate(values: object, source: str = "result") -> dict[str, Any]:
     for name, kinds in _FIELDS.items():
         if name not in values:
             raise OutstrideError(f"{source}: the field {name!r} is missing")
-        if not isinstance(values[name], kinds) or isinstance(values[name], bool):
+        if not isinstance(values[name], kinds) or (
+            isinstance(values[name], bool) and bool not in kinds
+        ):
             raise OutstrideError(
                 f"{source}: the field {name!r} is of type {type(values[name]).__name__}"
             )
@@ -175,6 +185,7 @@ def validate(values: object, source: str = "result") -> dict[str, Any]:
 def write(result: BenchResult, path: str | Path) -> None:
     """Puts a result into a file, whole or not at all."""
     target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
     part.write_text(json.dumps(result.to_dict(), ensure_ascii=False, indent=2) + "\n", "utf-8")
     part.replace(target)

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outstride import registry
 from outstride.bench.serve import Client, Streamed
+from outstride.core.contracts import Exactness
 
 PATH = "/v1/chat/completions"
 WORDS = (
@@ -137,6 +139,7 @@ async def soak(
     seed: int = 0,
 ) -> Soaked:
     """Puts a server under load for a while and looks at what is left."""
+    registry.discover()
     found, end = Soaked(), time.monotonic() + seconds
     started = time.monotonic()
 
@@ -151,7 +154,7 @@ async def soak(
             found.outcomes[outcome] += 1
             if wrong:
                 found.wrong.append(wrong)
-            elif kind in ("plain", "shape") and answer.status == 200 and body["n"] == 1:
+            elif kind in ("plain", "shape") and answer.status == 200 and _sole(body):
                 found.kept.append((body, answer.text))
             if outcome == "refused":
                 await asyncio.sleep(0.2)
@@ -172,13 +175,20 @@ async def soak(
     return found
 
 
+def _sole(body: dict[str, Any]) -> bool:
+    """Whether there is one answer that a request must have."""
+    entry, _ = registry.parse(body["outstride"]["method"])
+    return body["n"] == 1 and entry.exactness is Exactness.EXACT
+
+
 async def _compare(client: Client, found: Soaked, count: int, numbers: random.Random) -> None:
-    """Answers given in the crowd against plain ones given alone."""
+    """Exact answers given in the crowd against what they are exact to, given alone."""
     for body, text in numbers.sample(found.kept, min(count, len(found.kept))):
-        alone = await client.send(PATH, {**body, "outstride": {"method": "plain"}})
+        method = body["outstride"]["method"]
+        baseline = {"outstride": {"method": registry.baseline(method)}}
+        alone = await client.send(PATH, {**body, **baseline})
         found.compared += 1
         if alone.text != text:
-            method = body["outstride"]["method"]
             found.wrong.append(f"{method} said {text!r} in company, {alone.text!r} alone")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from outstride.bench import clock
 from outstride.bench.clock import Series
+from outstride.bench.harness import Watch
 from outstride.core.contracts import Work
 from outstride.core.graph import chain
 from outstride.core.proposal import TARGET, Proposal, Wants
@@ -52,8 +53,8 @@ class StepCase:
 class StepReport:
     """Durations by case; cases that the model or its cache has no room for, with the reason."""
 
-    series: dict[StepCase, Series]
-    skipped: dict[StepCase, str]
+    series: dict[StepCase, Series] = field(default_factory=dict)
+    skipped: dict[StepCase, str] = field(default_factory=dict)
 
     def samples(self) -> list[dict[str, Any]]:
         return [
@@ -66,6 +67,7 @@ class StepReport:
                 **series.to_dict(),
             }
             for case, series in self.series.items()
+            if series.seconds
         ]
 
     def summary(self) -> dict[str, Any]:
@@ -73,7 +75,8 @@ class StepReport:
         found: dict[str, Any] = {"milliseconds": {}}
         for case, series in self.series.items():
             sweep = found["milliseconds"].setdefault(case.sweep, {})
-            sweep[str(case.value)] = round(series.median * 1000, 4)
+            if series.seconds:
+                sweep[str(case.value)] = round(series.median * 1000, 4)
         found["skipped"] = [
             {"sweep": case.sweep, case.sweep: case.value, "reason": reason}
             for case, reason in self.skipped.items()
@@ -95,20 +98,6 @@ def cases(
         *(StepCase("cached", 1, length) for length in lengths),
         *(StepCase("sequences", 1, cached, count) for count in sequences),
     ]
-
-
-class Watch:
-    """Counts passes, done and still expected, for whoever shows progress."""
-
-    def __init__(self, show: Callable[[int, int], None] | None) -> None:
-        self._show = show
-        self._done = 0
-        self.expected = 0
-
-    def tick(self) -> None:
-        self._done += 1
-        if self._show is not None:
-            self._show(self._done, max(self._done, self.expected))
 
 
 class Bed:
@@ -218,9 +207,11 @@ def measure(
     repeat: int = 7,
     warmups: int = 1,
     seed: int = 0,
+    report: StepReport | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> StepReport:
-    """Times all cases in turns. The engine that owns `passes` must be idle."""
+    """Times all cases in turns and fills a report. The engine that owns `passes` must be idle."""
+    report = StepReport() if report is None else report
     if repeat < 1 or warmups < 0:
         raise InvalidParams("repeat must be at least 1")
     if passes.visions[TARGET].block is not None:
@@ -232,9 +223,10 @@ def measure(
         context = passes.models[TARGET].context
         bed.prepare([case for case in wanted if case.cached + case.nodes <= context])
         skipped = {case: reason for case in wanted if (reason := bed.obstacle(case)) is not None}
+        report.skipped |= skipped
         watch.expected -= len(skipped) * (repeat + warmups)
         runs = {case: partial(bed.once, case) for case in wanted if case not in skipped}
-        series = clock.in_turns(runs, repeat=repeat, warmups=warmups, tick=watch.tick)
+        clock.in_turns(runs, repeat=repeat, warmups=warmups, tick=watch.tick, into=report.series)
     finally:
         bed.close()
-    return StepReport(series, skipped)
+    return report

@@ -188,7 +188,7 @@ def svg(report: ParallelReport, title: str) -> str:
     per_row = 5
     width = (_WIDTH - 2 * _MARGIN) / per_row
     top = main.top + main.height + 84
-    rows = -(-len(report.tasks) // per_row)
+    rows = -(-len(report.measured) // per_row)
     parts = [
         _text(_MARGIN, 36, title, "head"),
         _text(_MARGIN, 56, "Up and to the right is better.", "soft"),
@@ -196,7 +196,7 @@ def svg(report: ParallelReport, title: str) -> str:
         *_legend(totals, 535, main.top),
     ]
     widest = math.ceil(max(line.tokens_per_pass for line in report.lines.values()) + 0.3)
-    for i, task in enumerate(report.tasks):
+    for i, task in enumerate(report.measured):
         left, here = _MARGIN + 30 + width * (i % per_row), top + 180 * (i // per_row)
         panel = _Panel(left, here, width - 46, 110, widest, 0)
         parts.append(_text(left, here - 10, task, "name"))

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outstride.cli import screen
 from outstride.cli.context import Context
+from outstride.cli.outcome import conduct, decimals, output
 from outstride.errors import InvalidParams, OutstrideError
 
 if TYPE_CHECKING:
-    from outstride.bench.result import BenchResult
+    from outstride.bench.harness import Watch
+    from outstride.bench.under_load import ServeReport
 
-METHODS = "plain,auto,ngram,suffix,recycle,mix,lookahead"
 
-
-def add(kinds: Any, output: Callable[[argparse.ArgumentParser], None]) -> None:
+def add(kinds: Any) -> None:
     """Adds the command to those of `bench`."""
     parser = kinds.add_parser(
         "serve",
         help="a server under load",
         description="Puts a running server under load: total tokens per second of streaming clients, "
-        "beside those of another OpenAI-like server if one is named; then, where asked for, gaps "
-        "between tokens while a long prompt is read, and a soak. The last line is one JSON object.",
+        "beside those of another OpenAI-like server if one is named; then, where asked for, goodput "
+        "and latency at rates of arrival, gaps between tokens while a long prompt is read, and a "
+        "soak. The last line is one JSON object.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -53,6 +54,33 @@ def add(kinds: Any, output: Callable[[argparse.ArgumentParser], None]) -> None:
     parser.add_argument(
         "--soak", type=float, metavar="SECONDS", help="64 clients do what clients do, for so long"
     )
+    parser.add_argument(
+        "--rate",
+        type=decimals,
+        default=[],
+        metavar="X,X,…",
+        help="then requests per second that come by themselves (Poisson), each rate in turn",
+    )
+    parser.add_argument(
+        "--requests", type=int, default=40, metavar="N", help="at each rate (default 40)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of their arrivals (default 0)"
+    )
+    parser.add_argument(
+        "--first-limit",
+        type=float,
+        default=2000.0,
+        metavar="MS",
+        help="a good request has its first token within so many milliseconds (default 2000)",
+    )
+    parser.add_argument(
+        "--gap-limit",
+        type=float,
+        default=200.0,
+        metavar="MS",
+        help="and no gap above so many between tokens (default 200)",
+    )
     output(parser)
     parser.set_defaults(action=run)
 
@@ -60,55 +88,107 @@ def add(kinds: Any, output: Callable[[argparse.ArgumentParser], None]) -> None:
 def run(args: argparse.Namespace, context: Context) -> int:
     """Measures."""
     del context  # the server has the model
-    from outstride.bench.result import BenchResult, write
+    from outstride.bench.arrivals import ArrivalReport, Limits
+    from outstride.bench.harness import Watch
+    from outstride.bench.result import BenchResult
+    from outstride.bench.under_load import ServeReport
 
-    if min(args.clients, args.tokens, args.rounds) < 1 or (args.soak or 1) <= 0:
-        raise InvalidParams("--clients, --tokens, --rounds and --soak must be positive")
-    names = ("url", "against", "model", "clients", "tokens", "rounds", "method", "soak")
+    if min(args.clients, args.tokens, args.rounds, args.requests) < 1 or (args.soak or 1) <= 0:
+        raise InvalidParams("--clients, --tokens, --rounds, --requests, --soak must be positive")
+    if min([*args.rate, args.first_limit, args.gap_limit]) <= 0:
+        raise InvalidParams("--rate, --first-limit and --gap-limit must be positive")
+    names = ["url", "against", "model", "clients", "tokens", "rounds", "method", "soak"]
+    names += ["rate", "requests", "seed", "first_limit", "gap_limit", "prompts", "limit"]
     result = BenchResult("serve", {name: getattr(args, name) for name in names})
-    failed = asyncio.run(_measure(args, result))
-    if args.out:
-        write(result, args.out)
-    print(result.to_json(), flush=True)
-    return 1 if failed else 0
+    arrivals = ArrivalReport(Limits(args.first_limit / 1e3, args.gap_limit / 1e3))
+    report = ServeReport(args.url, args.against, arrivals)
+    code = conduct(
+        args,
+        result,
+        report,
+        lambda progress: asyncio.run(_measure(args, report, Watch(progress))),
+        lambda: _print(report),
+        message="parts",
+    )
+    return code or int(report.went_wrong)
 
 
-async def _measure(args: argparse.Namespace, result: BenchResult) -> bool:
-    """Everything that was asked for; whether something went wrong."""
-    from outstride.bench.serve import Client, Load, load
+async def _measure(args: argparse.Namespace, report: ServeReport, watch: Watch) -> None:
+    """Everything that was asked for."""
+    from outstride.bench.arrivals import arrive
+    from outstride.bench.serve import Client, load
 
     client = Client(args.url, args.api_key)
-    servers = [(args.url, client, {"outstride": {"method": args.method}})]
+    method = {"outstride": {"method": args.method}}
+    servers = [(args.url, client, method)]
     if args.against:
         servers.append((args.against, Client(args.against, args.api_key), {}))
-    samples: list[dict[str, Any]] = []
-    loads: dict[str, list[Load]] = {}
     prompts = _prompts(args)
+    extras = bool(args.gaps or args.plot) + bool(args.soak)
+    watch.expected = args.rounds * len(servers) + len(args.rate) * args.requests + extras
+    started = time.time()  # what was said in an earlier run must not help in this one
     for number in range(args.rounds):
         for url, one, body in servers:
-            salt = {"cache_salt": f"round {number}"} if body else {}
+            salt = {"cache_salt": f"{started} {number}"} if body else {}
             found = await load(
                 one, args.model, prompts, clients=args.clients, tokens=args.tokens, **body, **salt
             )
             if found.tokens == 0:
                 raise OutstrideError(f"{url} answered nothing; is it ready, is the model its own?")
-            loads.setdefault(url, []).append(found)
-            samples.append({"server": url, "round": number, **found.to_dict()})
+            report.enter(url, number, found)
             _say(args, f"{url}: {found.rate:.0f} tok/s, {found.failed} of {found.requests} failed")
-    rates = {url: max(one.rate for one in found) for url, found in loads.items()}
-    summary: dict[str, Any] = {
-        "tokens_per_second": {url: round(rate, 1) for url, rate in rates.items()},
-        "cpu_outside_steps": samples[0]["cpu_outside_steps"],
-        "failed": sum(sample["failed"] for sample in samples),
-    }
-    if args.against:
-        summary["ratio"] = round(rates[args.url] / rates[args.against], 2)
+            watch.tick()
+    for rate in args.rate:
+        await arrive(
+            client,
+            args.model,
+            prompts,
+            report.arrivals,
+            rate=rate,
+            count=args.requests,
+            tokens=args.tokens,
+            seed=args.seed,
+            done=watch.tick,
+            cache_salt=f"{started} at {rate}",
+            **method,
+        )
     if args.gaps or args.plot:
-        summary["gaps"] = await _gaps(args, client)
+        report.gaps = await _gaps(args, client)
+        watch.tick()
     if args.soak:
-        summary["soak"] = await _soak(args, client)
-    result.finish(samples, summary)
-    return bool(summary["failed"] or summary.get("soak", {}).get("wrong"))
+        report.soak = await _soak(args, client)
+        watch.tick()
+
+
+def _print(report: ServeReport) -> None:
+    from rich.table import Table
+
+    console = screen.console()
+    for url, rate in report.rates.items():
+        console.print(f"{url}: {rate:.0f} tokens per second", markup=False)
+    if rates := report.arrivals.rates():
+        table = Table(box=None, pad_edge=False)
+        names = ("requests/s", "sent", "failed", "good", "goodput/s", "tok/s", "first p50", "p99")
+        for name in (*names, "gap p50", "p99"):
+            table.add_column(name, justify="right")
+        for row in rates:
+            times = (row["first_p50"], row["first_p99"], row["gap_p50"], row["gap_p99"])
+            table.add_row(
+                f"{row['rate']:g}",
+                str(row["requests"]),
+                str(row["failed"]),
+                str(row["good"]),
+                f"{row['goodput']:.2f}",
+                f"{row['tokens_per_second']:.0f}",
+                *("" if value is None else f"{value * 1e3:.0f} ms" for value in times),
+            )
+        limits = report.arrivals.limits
+        console.print(table)
+        console.print(
+            f"good: first token within {limits.first * 1e3:g} ms, no gap above {limits.gap * 1e3:g} ms",
+            style="dim",
+        )
+    console.print()
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -130,9 +210,10 @@ async def _gaps(args: argparse.Namespace, client: Any) -> dict[str, Any]:
 
 
 async def _soak(args: argparse.Namespace, client: Any) -> dict[str, Any]:
+    from outstride.bench.decode import exact_methods
     from outstride.bench.soak import soak
 
-    found = await soak(client, args.model, methods=METHODS.split(","), seconds=args.soak)
+    found = await soak(client, args.model, methods=exact_methods(), seconds=args.soak)
     _say(args, f"soak: {found.asked} requests, {len(found.wrong)} complaints")
     return found.to_dict()
 

@@ -6,7 +6,14 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from outstride.cli import screen
-from outstride.cli.context import Context, add_model_options, check_method
+from outstride.cli.context import (
+    Context,
+    add_adapter_option,
+    add_model_options,
+    check_method,
+    loaded,
+)
+from outstride.cli.outcome import conduct, output
 
 if TYPE_CHECKING:
     from outstride.bench.parallel import ParallelReport
@@ -14,8 +21,6 @@ if TYPE_CHECKING:
 
 def add(kinds: Any) -> None:
     """Adds the command."""
-    from outstride.cli.bench import output
-
     parallel = kinds.add_parser(
         "parallel",
         help="exact match against tokens per pass, on tasks made to tell policies apart",
@@ -24,6 +29,7 @@ def add(kinds: Any) -> None:
         allow_abbrev=False,
     )
     add_model_options(parallel)
+    add_adapter_option(parallel)
     parallel.set_defaults(model="parallel-full")
     parallel.add_argument(
         "--policies",
@@ -51,7 +57,6 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
     from outstride.bench import parallel, tradeoff
     from outstride.bench.result import BenchResult
-    from outstride.cli.bench import close
     from outstride.models.shipped.lists import TASKS
 
     policies = parallel.POLICIES if args.policies is None else tuple(args.policies.split())
@@ -66,20 +71,29 @@ def run(args: argparse.Namespace, context: Context) -> int:
         "limit": args.limit,
         "batch": args.batch,
     }
-    result = BenchResult("parallel", settings)
-    with context.load(args.model, args.weights) as llm:
+    result, report = BenchResult("parallel", settings), parallel.ParallelReport()
+    with loaded(args, context) as llm:
         settings["fingerprint"] = llm.fingerprint
-        with screen.bar("answers") as progress:
-            report = parallel.measure(
-                llm, policies, tasks=tasks, limit=args.limit, batch=args.batch, progress=progress
-            )
-    result.finish(report.samples(), report.summary())
-    if args.plot is not None:
+        code = conduct(
+            args,
+            result,
+            report,
+            lambda progress: parallel.measure(
+                llm,
+                policies,
+                tasks=tasks,
+                limit=args.limit,
+                batch=args.batch,
+                report=report,
+                progress=progress,
+            ),
+            lambda: _print(report),
+            message="answers",
+        )
+    if args.plot is not None and report.measured:
         title = f"{args.model}: exact match against tokens per pass"
         Path(args.plot).write_text(tradeoff.svg(report, title), encoding="utf-8")
-    if not args.json:
-        _print(report)
-    return close(result, args)
+    return code
 
 
 def _print(report: ParallelReport) -> None:
@@ -92,7 +106,7 @@ def _print(report: ParallelReport) -> None:
     ):
         table = Table(box=None, pad_edge=False)
         table.add_column(heading, no_wrap=True)
-        for task in report.tasks:
+        for task in report.measured:
             table.add_column(task, justify="right")
         for policy in report.policies:
             table.add_row(policy, *(value.format(line=line) for line in report.of(policy)))

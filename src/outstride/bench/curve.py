@@ -1,0 +1,45 @@
+"""The cost curve as a setting: with the same one, `auto` drafts the same on every machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outstride.bench import result as results
+from outstride.engine.cost import Cost
+from outstride.errors import InvalidParams
+
+if TYPE_CHECKING:
+    from outstride.llm import LLM
+
+
+def read(text: str) -> dict[int, float]:
+    """Seconds by nodes, from `1=6,8=10` (milliseconds) or from a result file that has a curve."""
+    if Path(text).suffix == ".json":
+        found = results.read(text).settings.get("cost") or {}
+        curve = {int(nodes): float(seconds) for nodes, seconds in found.items()}
+    else:
+        try:
+            pairs = (part.split("=") for part in text.split(","))
+            curve = {int(nodes): float(value) / 1e3 for nodes, value in pairs}
+        except ValueError:
+            raise InvalidParams(
+                f"a cost curve is written 1=6,8=10 (milliseconds by nodes) or is a result file, not "
+                f"{text!r}"
+            ) from None
+    try:
+        Cost(curve)
+    except ValueError as error:
+        raise InvalidParams(f"{text}: {error}") from None
+    return curve
+
+
+def freeze(llm: LLM, curve: dict[int, float]) -> None:
+    """Gives an engine this curve for good."""
+    llm.engine.scheduler.cost = Cost(curve, frozen=True)
+
+
+def of(llm: LLM) -> dict[str, float]:
+    """The curve that an engine has by now; empty if nobody has asked for one."""
+    cost = llm.engine.scheduler.cost
+    return {} if cost is None else {str(n): round(s, 6) for n, s in cost.knots.items()}

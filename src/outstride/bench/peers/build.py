@@ -1,0 +1,49 @@
+"""How to build llama.cpp for this processor."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+_OPTIONS = {
+    "GGML_SSE42": ("sse4_2",),
+    "GGML_AVX": ("avx",),
+    "GGML_AVX2": ("avx2",),
+    "GGML_BMI2": ("bmi2",),
+    "GGML_FMA": ("fma",),
+    "GGML_F16C": ("f16c",),
+    "GGML_AVX_VNNI": ("avx_vnni",),
+    "GGML_AVX512": ("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"),
+    "GGML_AVX512_VBMI": ("avx512vbmi",),
+    "GGML_AVX512_VNNI": ("avx512_vnni",),
+}
+
+
+def build_options(machine: str, cpuinfo: str) -> list[str]:
+    """CMake options for this processor.
+
+    A native build takes all that the processor announces. Virtual machines may announce AMX without
+    letting anybody use it, and such a build dies at the first pass; so on x86 everything that helps
+    is named, and AMX is not. AVX-VNNI is left out beside AVX-512, which has the same instructions.
+    """
+    if machine.lower() not in ("x86_64", "amd64"):
+        return ["-DGGML_NATIVE=ON"]
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    flags = next((set(rest.split()) for name, _, rest in lines if name.strip() == "flags"), set())
+    if not flags:
+        return ["-DGGML_NATIVE=ON"]
+    has = {option: flags.issuperset(needed) for option, needed in _OPTIONS.items()}
+    for option in has:
+        if option.startswith("GGML_AVX512"):
+            has[option] &= has["GGML_AVX512"]
+    has["GGML_AVX_VNNI"] &= not has["GGML_AVX512"]
+    return ["-DGGML_NATIVE=OFF", *(f"-D{o}={'ON' if on else 'OFF'}" for o, on in has.items())]
+
+
+def this_machine() -> list[str]:
+    """CMake options for the processor that this runs on."""
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        cpuinfo = ""
+    return build_options(platform.machine(), cpuinfo)

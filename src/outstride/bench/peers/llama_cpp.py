@@ -1,0 +1,301 @@
+"""llama.cpp, by way of llama-cpp-python.
+
+It is called through the low-level functions, so that no Python of its own stands in its way: batches
+are filled through numpy views, and the next token is one argmax over the row of logits that it
+returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outstride.bench import clock
+from outstride.bench.peers.peer import Ground
+from outstride.bench.step import StepCase
+from outstride.core.graph import IntArray
+from outstride.errors import OutstrideError
+
+PACKAGE = "llama_cpp"
+"""Not among the dependencies, so it is imported by name and only when asked for."""
+BATCH = 512
+"""Tokens that llama.cpp reads at once: its own default for a physical batch."""
+SETTLE = 0.02
+"""Seconds before a turn, in which the other side's threads stop waiting actively."""
+
+
+def library() -> Any:
+    """llama-cpp-python, if it is installed."""
+    try:
+        return importlib.import_module(PACKAGE)
+    except ImportError as error:
+        raise OutstrideError(
+            f"llama-cpp-python cannot be imported ({error}); `make bench` builds and installs it"
+        ) from error
+
+
+def _quiet(lib: Any) -> Any:
+    """Silences llama.cpp, which tells of every tensor. The result must live as long as its model."""
+
+    @lib.llama_log_callback  # type: ignore[untyped-decorator]
+    def ignore(level: int, text: bytes, data: object) -> None:
+        del level, text, data
+
+    lib.llama_log_set(ignore, ctypes.c_void_p(0))
+    return ignore
+
+
+class Room:
+    """A context of llama.cpp for so many sequences of so many tokens."""
+
+    def __init__(
+        self, lib: Any, model: Any, *, sequences: int, tokens: int, threads: int, vocabulary: int
+    ) -> None:
+        self._lib = lib
+        self._vocabulary = vocabulary
+        params = lib.llama_context_default_params()
+        params.n_ctx = -(-tokens // 256) * 256 * sequences
+        params.n_batch = params.n_ubatch = BATCH
+        params.n_seq_max = sequences
+        params.n_threads = params.n_threads_batch = threads
+        if hasattr(params, "n_outputs_max_per_seq"):
+            params.n_outputs_max_per_seq = 0  # as many as the batch has
+        self.unified = bool(params.kv_unified)
+        self._context = lib.llama_init_from_model(model, params)
+        if not self._context:
+            raise OutstrideError("llama.cpp could not make a context")
+        self._memory = lib.llama_get_memory(self._context)
+        self._batch = lib.llama_batch_init(BATCH, 0, 1)
+        view = np.ctypeslib.as_array
+        self._tokens = view(self._batch.token, (BATCH,))
+        self._positions = view(self._batch.pos, (BATCH,))
+        self._wanted = view(self._batch.logits, (BATCH,))
+        self._sequences = [view(self._batch.seq_id[i], (1,)) for i in range(BATCH)]
+        view(self._batch.n_seq_id, (BATCH,))[:] = 1
+
+    def fill(
+        self,
+        tokens: Sequence[int] | IntArray,
+        positions: Sequence[int] | IntArray,
+        sequences: Sequence[int],
+        wanted: Sequence[int],
+    ) -> None:
+        """Sets a batch up; `wanted` are the rows whose logits are computed."""
+        count = len(tokens)
+        self._batch.n_tokens = count
+        self._tokens[:count] = tokens
+        self._positions[:count] = positions
+        self._wanted[:count] = 0
+        self._wanted[list(wanted)] = 1
+        for row, sequence in enumerate(sequences):
+            self._sequences[row][0] = sequence
+
+    def decode(self) -> None:
+        """One pass over the batch."""
+        code = self._lib.llama_decode(self._context, self._batch)
+        if code:
+            raise OutstrideError(f"llama.cpp: llama_decode returned {code}")
+
+    def best(self, row: int) -> int:
+        """The likeliest token behind a row of the batch."""
+        pointer = self._lib.llama_get_logits_ith(self._context, row)
+        return int(np.ctypeslib.as_array(pointer, (self._vocabulary,)).argmax())
+
+    def touch(self, row: int) -> None:
+        """Waits until a row of logits is there."""
+        self._lib.llama_get_logits_ith(self._context, row)
+
+    def cut(self, sequence: int, length: int) -> None:
+        """Forgets what a sequence has behind its first tokens."""
+        if not self._lib.llama_memory_seq_rm(self._memory, sequence, length, -1):
+            raise OutstrideError("llama.cpp could not drop entries")
+
+    def clear(self) -> None:
+        self._lib.llama_memory_clear(self._memory, False)
+
+    def read(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Reads a prompt for each sequence, one by one; returns the likeliest tokens behind them.
+
+        A batch of prompts of several lengths is not faster: llama.cpp splits it into equal parts.
+        """
+        found = []
+        for sequence, prompt in enumerate(prompts):
+            for start in range(0, len(prompt), BATCH):
+                part = prompt[start : start + BATCH]
+                wanted = [len(part) - 1] if start + len(part) == len(prompt) else []
+                positions = list(range(start, start + len(part)))
+                self.fill(part, positions, [sequence] * len(part), wanted)
+                self.decode()
+            found.append(self.best(len(part) - 1))
+        return found
+
+    def generate(self, prompts: Sequence[Sequence[int]], output: int) -> list[list[int]]:
+        """Continues prompts greedily, all at once, each by as many tokens."""
+        self.clear()
+        told = [[token] for token in self.read(prompts)]
+        rows = range(len(prompts))
+        for step in range(output - 1):
+            positions = [len(prompt) + step for prompt in prompts]
+            self.fill([tokens[-1] for tokens in told], positions, rows, rows)
+            self.decode()
+            for row in rows:
+                told[row].append(self.best(row))
+        return told
+
+    def close(self) -> None:
+        self._lib.llama_batch_free(self._batch)
+        self._lib.llama_free(self._context)
+
+
+class LlamaCpp:
+    """A model in llama.cpp, with room for one long sequence and for a crowd of short ones."""
+
+    def __init__(self, path: Path, *, threads: int, long: int, short: int, crowd: int) -> None:
+        self._lib = lib = library()
+        self._quiet = _quiet(lib)
+        lib.llama_backend_init()
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = 0
+        self._model = lib.llama_model_load_from_file(str(path).encode(), params)
+        if not self._model:
+            raise OutstrideError(f"llama.cpp could not load {path}")
+        vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+        self._rooms: list[Room] = []
+        for sequences, tokens in ((1, long), (crowd, short)):
+            self._rooms.append(
+                Room(
+                    lib,
+                    self._model,
+                    sequences=sequences,
+                    tokens=tokens,
+                    threads=threads,
+                    vocabulary=vocabulary,
+                )
+            )
+        self.alone, self.crowd = self._rooms
+
+    def describe(self) -> dict[str, Any]:
+        """What it is and how it was built."""
+        info = self._lib.llama_print_system_info()
+        return {
+            "version": str(getattr(self._lib, "__version__", "unknown")),
+            "build": info.decode() if isinstance(info, bytes) else str(info),
+            "batch": BATCH,
+            "unified": self.crowd.unified,
+        }
+
+    def close(self) -> None:
+        for room in self._rooms:
+            room.close()
+        self._lib.llama_model_free(self._model)
+
+
+class Passes:
+    """Passes of llama.cpp of the same shapes as ours."""
+
+    def __init__(self, peer: LlamaCpp, vocabulary: int, seed: int) -> None:
+        self._peer = peer
+        self._vocabulary = vocabulary
+        self._random = np.random.default_rng(seed)
+        self._long: list[int] = []
+        self._length = 0
+
+    def _tokens(self, count: int) -> list[int]:
+        return [int(t) for t in self._random.integers(self._vocabulary, size=count)]
+
+    def prepare(self, longest: int, crowd: int, cached: int) -> None:
+        """Real entries: a long sequence, which is cut for each case, and a crowd."""
+        self._peer.alone.clear()
+        self._long = self._tokens(longest)
+        self._peer.crowd.clear()
+        self._peer.crowd.read([self._tokens(cached) for _ in range(crowd)])
+        self._length = 0
+
+    def _grow(self, length: int) -> None:
+        room = self._peer.alone
+        if length < self._length:
+            room.cut(0, length)
+            self._length = length
+        while self._length < length:
+            part = self._long[self._length : min(length, self._length + BATCH)]
+            positions = range(self._length, self._length + len(part))
+            room.fill(part, list(positions), [0] * len(part), ())
+            room.decode()
+            self._length += len(part)
+
+    @contextmanager
+    def once(self, case: StepCase, all_rows: bool = True) -> Iterator[Callable[[], object]]:
+        """One pass to be timed, after one that is not; entries are dropped again."""
+        if case.sequences == 1:
+            self._grow(case.cached)
+        room = self._peer.alone if case.sequences == 1 else self._peer.crowd
+        time.sleep(SETTLE)
+        count = case.nodes * case.sequences
+        sequences = [i // case.nodes for i in range(count)]
+        positions = [case.cached + i % case.nodes for i in range(count)]
+        wanted = range(count) if all_rows else [count - 1]
+
+        def drop() -> None:
+            for sequence in range(case.sequences):
+                room.cut(sequence, case.cached)
+
+        def call() -> None:
+            room.decode()
+            room.touch(count - 1)
+
+        room.fill(self._tokens(count), positions, sequences, wanted)
+        call()
+        drop()
+        room.fill(self._tokens(count), positions, sequences, wanted)
+        yield call
+        drop()
+
+
+class LlamaPeer:
+    """llama.cpp as one of several peers."""
+
+    name = "llama.cpp"
+
+    def __init__(self, ground: Ground) -> None:
+        self._llama = LlamaCpp(
+            ground.path,
+            threads=ground.threads,
+            long=ground.longest,
+            short=ground.longest,
+            crowd=max(2, ground.crowd),
+        )
+        self._passes = Passes(self._llama, ground.vocabulary, 0)
+        self._longest = ground.longest
+        self._prepared = False
+        self.settings = {**self._llama.describe(), "threads": ground.threads}
+
+    def fits(self, count: int) -> bool:
+        return count > 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], output: int) -> list[list[int]]:
+        room = self._llama.alone if len(prompts) == 1 else self._llama.crowd
+        return room.generate(prompts, output)
+
+    def once(self, nodes: int, cached: int) -> clock.Case | None:
+        if not self._prepared:
+            self._passes.prepare(cached, 1, 1)
+            self._prepared = True
+        return lambda: self._passes.once(StepCase("nodes", nodes, cached))
+
+    def close(self) -> None:
+        self._llama.close()
+
+
+def open_all(ground: Ground) -> list[LlamaPeer]:
+    """The one model."""
+    library()
+    if ground.path.suffix != ".gguf":
+        raise OutstrideError("llama.cpp reads GGUF files only")
+    return [LlamaPeer(ground)]

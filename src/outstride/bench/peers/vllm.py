@@ -1,0 +1,75 @@
+"""vLLM, by itself and with its n-gram speculation. It reads a folder, so GGUF files are unpacked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from outstride.bench import clock
+from outstride.bench.peers import transformers
+from outstride.bench.peers.peer import Ground, library
+
+PACKAGE = "vllm"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+"""The example of its documentation."""
+
+
+class Vllm:
+    """An engine of vLLM on the CPU."""
+
+    def __init__(self, ground: Ground, folder: Path, speculation: dict[str, Any] | None) -> None:
+        self._lib = lib = library(PACKAGE, "it is left out")
+        self.name = "vllm, n-gram" if speculation else "vllm"
+        options: dict[str, Any] = {
+            "max_model_len": ground.longest,
+            "max_num_seqs": ground.crowd,
+            "enable_prefix_caching": False,
+            "skip_tokenizer_init": True,
+        }
+        if speculation:
+            options["speculative_config"] = speculation
+        self._engine = lib.LLM(model=str(folder), **options)
+        self.settings = {"version": str(lib.__version__), "threads": ground.threads, **options}
+
+    def fits(self, count: int) -> bool:
+        return count > 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], output: int) -> list[list[int]]:
+        params = self._lib.SamplingParams(
+            temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False
+        )
+        given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        found = self._engine.generate(given, params, use_tqdm=False)
+        return [list(request.outputs[0].token_ids) for request in found]
+
+    def once(self, nodes: int, cached: int) -> clock.Case | None:
+        del nodes, cached
+        return None  # passes cannot be called one by one
+
+    def close(self) -> None:
+        self._engine = None
+
+
+def _checkpoint(path: Path, stack: ExitStack) -> Path:
+    """The model as a folder."""
+    if path.is_dir():
+        return path
+    folder = stack.enter_context(TemporaryDirectory())
+    lib = library(transformers.PACKAGE, "it unpacks GGUF files for vllm")
+    model = lib.AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name)
+    model.save_pretrained(folder)
+    return Path(folder)
+
+
+def open_all(ground: Ground) -> list[Vllm]:
+    """Both engines."""
+    library(PACKAGE, "install its build for CPUs into this environment to compare with it")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with ExitStack() as stack:
+        folder = _checkpoint(ground.path, stack)
+        return [Vllm(ground, folder, speculation) for speculation in (None, NGRAM)]

@@ -1,0 +1,58 @@
+"""What a server did under load: rounds of waiting clients, arrivals, gaps, a soak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from outstride.bench.arrivals import ArrivalReport
+from outstride.bench.serve import Load
+
+
+@dataclass(slots=True)
+class ServeReport:
+    """All that was asked for, as far as it has come."""
+
+    url: str
+    against: str | None
+    arrivals: ArrivalReport
+    loads: dict[str, list[Load]] = field(default_factory=dict)
+    found: list[dict[str, Any]] = field(default_factory=list)
+    gaps: dict[str, Any] | None = None
+    soak: dict[str, Any] | None = None
+
+    def enter(self, url: str, number: int, load: Load) -> None:
+        """One round of waiting clients."""
+        self.loads.setdefault(url, []).append(load)
+        self.found.append({"what": "load", "server": url, "round": number, **load.to_dict()})
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The best tokens per second of each server."""
+        return {url: max(load.rate for load in loads) for url, loads in self.loads.items()}
+
+    @property
+    def went_wrong(self) -> bool:
+        failed = sum(sample["failed"] for sample in self.found)
+        return bool(failed or (self.soak or {}).get("wrong"))
+
+    def samples(self) -> list[dict[str, Any]]:
+        arrivals = ({"what": "arrival", **sample} for sample in self.arrivals.samples())
+        return [*self.found, *arrivals]
+
+    def summary(self) -> dict[str, Any]:
+        rates = self.rates
+        summary: dict[str, Any] = {
+            "tokens_per_second": {url: round(rate, 1) for url, rate in rates.items()},
+            "cpu_outside_steps": self.found[0]["cpu_outside_steps"] if self.found else None,
+            "failed": sum(sample["failed"] for sample in self.found),
+        }
+        if self.against in rates and self.url in rates:
+            summary["ratio"] = round(rates[self.url] / rates[self.against], 2)
+        if self.arrivals.found:
+            summary["arrivals"] = self.arrivals.summary()
+        if self.gaps is not None:
+            summary["gaps"] = self.gaps
+        if self.soak is not None:
+            summary["soak"] = self.soak
+        return summary
