@@ -1,27 +1,32 @@
 """The documentation says what is the case: tables, links, examples and command lines are checked.
 
-`python tests/test_docs.py` writes the table of methods into the README anew.
+`python tests/test_docs.py` writes what is generated anew: the table of methods in the README, the page
+of methods beside their papers, and the page of commands.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from outstride import registry
-from outstride.cli.app import parser
+from outstride.cli.app import main, parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 README = ROOT / "README.md"
 BEGIN, END = "<!-- methods: written by tests/test_docs.py -->", "<!-- end of methods -->"
+FIGURES = ROOT / "docs" / "figures.json"
+AGAIN = "run: python tests/test_docs.py"
 
 
 # --- reading pages ------------------------------------------------------------------------------
@@ -104,7 +109,143 @@ def with_table(text: str) -> str:
 def test_the_readme_lists_the_methods() -> None:
     text = README.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
-    assert with_table(text) == text, "run: python tests/test_docs.py"
+    assert with_table(text) == text, AGAIN
+
+
+# --- the page of methods and papers --------------------------------------------------------------
+
+HEAD = """# All methods, beside their papers
+
+<!-- written by tests/test_docs.py from the methods' docstrings and docs/figures.json -->
+
+Papers state speed-ups of their own models on their own machines, against baselines of their own;
+their figures are given as their abstracts (or, for Prompt Lookup, the project's page) have them.
+Ours are of the default model, or of the two small masked models that come with the package, with the
+command that prints them. They are not the same measure, and the last column says why they differ.
+
+"""
+
+
+def outside(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def methods_page() -> str:
+    """Every method by family, with its paper, the paper's figure, ours, and why they differ."""
+    registry.discover()
+    figures = json.loads(FIGURES.read_text())
+    families: dict[str, list[registry.Entry]] = {}
+    for entry in registry.entries():
+        if entry.drafter.__module__.startswith("outstride."):
+            families.setdefault(entry.family, []).append(entry)
+    parts = []
+    for family in sorted(families):
+        lines = [
+            f"## {family.capitalize()}\n",
+            "| method | paper | the paper says | here | why they differ |",
+            "|---|---|---|---|---|",
+        ]
+        for entry in families[family]:
+            if entry.name not in figures:
+                raise SystemExit(
+                    f"docs/figures.json lacks {entry.name}: what its paper says, and why"
+                )
+            known = figures[entry.name]
+            ours = known.get("ours", "not measured")
+            cells = (f"`{entry.name}`", entry.paper, known["paper"], ours, known["why"])
+            lines.append("| " + " | ".join(map(outside, cells)) + " |")
+        parts.append("\n".join(lines))
+    return HEAD + "\n\n".join(parts) + "\n"
+
+
+def test_every_method_stands_beside_its_paper() -> None:
+    registry.discover()
+    own = {e.name for e in registry.entries() if e.drafter.__module__.startswith("outstride.")}
+    figures = json.loads(FIGURES.read_text())
+    assert set(figures) == own, "docs/figures.json has one entry for each method"
+    for name, known in figures.items():
+        assert set(known) <= {"paper", "ours", "why"}, name
+        assert known["paper"], name
+        assert known["why"], name
+    assert (ROOT / "docs" / "methods.md").read_text() == methods_page(), AGAIN
+
+
+def test_a_figure_names_its_command_or_the_log() -> None:
+    for name, known in json.loads(FIGURES.read_text()).items():
+        ours = known.get("ours", "")
+        said = re.search(r"`outstride [^`]+`|\[(log|training)\]|by definition", ours)
+        assert not ours or said, name
+
+
+# --- the page of commands ------------------------------------------------------------------------
+
+COMMANDS_HEAD = """# Commands
+
+<!-- written by tests/test_docs.py from the command line itself -->
+
+What `--help` says, in one place. All commands take `--help`; `outstride --version` names the version.
+`OUTSTRIDE_DEBUG=1` in the environment shows the traceback of an error.
+"""
+
+
+def subcommands(
+    parser: argparse.ArgumentParser, name: str
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """A command and all below it that do something."""
+    nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not nested:
+        yield name, parser
+    for action in nested:
+        for word, below in action.choices.items():
+            yield from subcommands(below, f"{name} {word}")
+
+
+def written(action: argparse.Action) -> str:
+    """An argument as one types it."""
+    if not action.option_strings:
+        return f"`{action.metavar or action.dest}`"
+    value = ""
+    if action.nargs != 0:
+        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
+        value = " " + (str(action.metavar or "") or choices or action.dest.upper())
+    return ", ".join(f"`{option}{value}`" for option in action.option_strings)
+
+
+def commands_page() -> str:
+    """Every command with its arguments."""
+    parts = [COMMANDS_HEAD]
+    for name, command in subcommands(parser(), "outstride"):
+        parts.append(f"## {name}\n\n{' '.join((command.description or '').split())}\n")
+        shown = [a for a in command._actions if not isinstance(a, argparse._HelpAction)]
+        if shown:
+            lines = ["| argument | what it does |", "|---|---|"]
+            for action in shown:
+                text = command._get_formatter()._expand_help(action) if action.help else ""
+                lines.append(f"| {outside(written(action))} | {outside(' '.join(text.split()))} |")
+            parts.append("\n".join(lines) + "\n")
+        if command.epilog:
+            parts.append(" ".join(command.epilog.split()) + "\n")
+    return "\n".join(parts)
+
+
+def test_every_option_is_documented() -> None:
+    assert (ROOT / "docs" / "commands.md").read_text() == commands_page(), AGAIN
+
+
+def test_every_option_says_what_it_does() -> None:
+    for name, command in subcommands(parser(), "outstride"):
+        assert command.description, f"{name} has no description"
+        for action in command._actions:
+            assert action.help, f"{name}: {written(action)} has no help"
+
+
+# --- the generated pages, anew -------------------------------------------------------------------
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "README.md": lambda: with_table(README.read_text()),
+    "docs/methods.md": methods_page,
+    "docs/commands.md": commands_page,
+}
 
 
 # --- links --------------------------------------------------------------------------------------
@@ -154,13 +295,22 @@ def test_the_worked_example_of_a_method_holds(tmp_path: Path) -> None:
     run_marked("successor", tmp_path)
 
 
+def test_the_examples_of_masked_models_run(tmp_path: Path) -> None:
+    run_marked("diffusion", tmp_path)
+
+
 @pytest.mark.model
 def test_the_examples_of_the_readme_run(tmp_path: Path) -> None:
     run_marked("readme", tmp_path)
 
 
 def test_marks_are_known() -> None:
-    assert {block.mark for block in blocks()} == {None, "readme", "successor"}
+    run = {"readme", "successor", "diffusion", "client"}  # tests/serve runs the client's
+    assert {block.mark for block in blocks()} == {None, *run}
+
+
+def test_every_python_example_runs() -> None:
+    assert not [str(block) for block in PYTHON if block.mark is None]
 
 
 # --- command lines ------------------------------------------------------------------------------
@@ -188,13 +338,67 @@ def matching(program: str) -> list[tuple[str, list[str]]]:
     return found
 
 
+NAMES = {name for name, _ in subcommands(parser(), "outstride")}
+
+
 @pytest.mark.parametrize(("where", "words"), matching("outstride"))
 def test_command_lines_parse(where: str, words: list[str]) -> None:
+    if " ".join(["outstride", *words]) in NAMES:
+        return  # a command's name, in a sentence
     try:
         parser().parse_args(words)
     except SystemExit as stop:
         if stop.code:
             pytest.fail(f"{where}: outstride {shlex.join(words)}")
+
+
+QUICK: dict[str, list[str]] = {
+    "run": ["--max-tokens", "4"],
+    "prove": ["--limit", "2", "--max-tokens", "4"],
+    "bench decode": ["--limit", "2", "--max-tokens", "4"],
+    "bench step": ["--nodes", "1,2", "--cached", "8", "--lengths", "0", "--repeat", "1"],
+    "methods": [],
+    "models": [],
+}
+"""Commands that can be run on the toy model, and what makes them quick there: of an option that is
+given twice, the last one counts. All others take minutes, a card, a server or real weights; they are
+parsed here, and have tests of their own."""
+
+
+def runnable() -> list[list[str]]:
+    """The different command lines of all pages that can be run on the toy model."""
+    found: dict[str, list[str]] = {}
+    for _, words in matching("outstride"):
+        name = " ".join(words[: 2 if words[:1] == ["bench"] else 1])
+        outside = {"cuda", "llama.cpp", "--device"} & set(words)
+        if name in QUICK and not outside:
+            mention = " ".join(["outstride", *words]) in NAMES and name in ("run", "prove")
+            if not mention and "…" not in "".join(words):
+                found[" ".join(words)] = words
+    return list(found.values())
+
+
+@pytest.mark.parametrize("words", runnable(), ids=" ".join)
+def test_quick_commands_run(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command line of the documentation on a model that takes microseconds."""
+    from tests.bench import fake  # not there for the script
+
+    (tmp_path / "question.jsonl").write_text(
+        '{"question_id": 1, "category": "qa", "turns": ["one two one two"]}\n' * 2
+    )
+    (tmp_path / "prompts.txt").write_text("one two one two\nthree\n")
+    monkeypatch.chdir(tmp_path)
+    name = " ".join(words[: 2 if words[0] == "bench" else 1])
+    if any("model=" in word for word in words):
+        pytest.skip("needs a second model")
+    code = main([*words, *QUICK[name]], context=fake.context(context=1024, pages=1024))
+    assert code == 0
+
+
+def test_quick_commands_are_commands() -> None:
+    assert {f"outstride {name}" for name in QUICK} <= NAMES
 
 
 @pytest.mark.parametrize(("where", "words"), matching("make"))
@@ -211,4 +415,5 @@ def test_scripts_exist(where: str, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    for name, made in GENERATED.items():
+        (ROOT / name).write_text(made())

@@ -8,8 +8,9 @@ import pytest
 
 from outstride import registry
 from outstride.accept.match import Match
+from outstride.bench.look import logits_after
 from outstride.bench.prompts import BenchPrompt, built_in
-from outstride.bench.prove import logits_after, prove
+from outstride.bench.prove import prove
 from outstride.core.contracts import Exactness, Method
 from outstride.core.graph import Position, TokenId
 from outstride.core.params import SamplingParams
@@ -71,7 +72,8 @@ def test_an_exact_method_is_equal(llm: LLM, temperature: float, batch: int) -> N
     assert report.equal
     assert not report.broken
     assert report.alone == (2 if batch > 1 else 0)
-    assert seen[-1] == (6 + report.alone, 6 + report.alone)
+    steps = 4 * 3 + 2 * report.alone
+    assert seen[-1] == (steps, steps)
     assert list(report.groups) == ["one", "two"]
     assert report.groups["one"].prompts == report.groups["one"].equal == 2
     assert report.tokens_per_pass > 1
@@ -96,7 +98,9 @@ def test_a_planted_fault_is_found_with_both_tokens_and_their_logits(llm: LLM) ->
     assert report.broken
     assert report.total.equal == 0
     first = report.cases[0]
-    assert [d.company for d in first.divergences] == ["batch", "alone"]
+    assert [d.company for d in first.divergences] == ["batch", "alone", "mixed"]
+    assert {d.method for d in first.divergences} == {"planted"}
+    assert not report.foundation
     found = first.divergences[0]
     assert found.position == 8
     tokens = llm.encode("abcabcabc", chat=True)

@@ -1,263 +1,87 @@
 """Plain decoding against a method, token for token, on prompts of the user's choice.
 
-An exact method promises the tokens of plain decoding, alone or in company. Here is where anybody
-can hold it to that: all prompts in batches under both, and some of them again one by one. Where the
-texts part, one more pass over what they have in common shows how close the two tokens were.
+An exact method promises the tokens of plain decoding, alone or in company. Here is where anybody can
+hold it to that. All prompts run in batches under both; some of them again one by one; and all of them
+once more in bad company: beside requests with other methods, on so few pages that they are preempted.
+Besides tokens, the log-probabilities behind them are compared to the last bit: arithmetic that depends
+on the company shows there long before it changes a token. Where two answers part, one more pass over
+what they have in common shows how close the two tokens were.
+
+A method that promises a distribution is held to that instead, by the tests of `bench.chance`.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from outstride import registry
-from outstride.bench import clock
+from outstride.bench import chance, look
 from outstride.bench.prompts import BenchPrompt
-from outstride.core.contracts import Acceptor, Exactness, Method, Rounds
-from outstride.core.graph import FloatArray, NodeId, Position, TokenId
+from outstride.bench.proof import (
+    ALONE,
+    BATCH,
+    MIXED,
+    Company,
+    Divergence,
+    ProofCase,
+    ProofReport,
+    Side,
+)
+from outstride.core.contracts import Exactness, Method
 from outstride.core.params import SamplingParams
-from outstride.core.proposal import Proposal, Scores, Verdict, Wants
-from outstride.core.sequence import View
-from outstride.draft.plain import Plain
-from outstride.errors import InvalidParams, OutstrideError, UnknownMethod
+from outstride.core.proposal import TARGET
+from outstride.core.sequence import Table
+from outstride.engine.engine import Engine
+from outstride.errors import IntegrityError, InvalidParams, OutstrideError, UnknownMethod
+from outstride.llm import LLM
 from outstride.results import Completion, Result, Stats
 
-BASELINE = "plain"
+PLAIN = "plain"
 
 
-class Spelling(Protocol):
-    """The part of a tokenizer that a report needs."""
-
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
-
-
-class Speaker(Protocol):
-    """What must be proved speaks through this; `LLM` does."""
-
-    @property
-    def tokenizer(self) -> Spelling: ...
-
-    def encode(self, prompt: str, *, chat: bool = False) -> list[int]: ...
-
-    def method(self, spec: str | Method) -> Method: ...
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, method: Method
-    ) -> list[Result]: ...
-
-
-# --- what is found --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """What one of the two said where they part: a token, or the end of the answer (None)."""
-
-    token: int | None
-    text: str
-    logit: float | None
-    rank: int | None
-    """How many tokens have a higher raw logit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """The first place at which a method's answer is not the plain one."""
-
-    position: int
-    """Counted in output tokens."""
-    sample: int
-    company: str
-    """How the method ran: in a `batch`, or `alone`."""
-    plain: Side
-    other: Side
-    gap: float | None
-    """Raw logit of plain's token less that of the method's: near 0 means a tie."""
-    before: str
-    """The end of what both said until then."""
-    finish: tuple[str | None, str | None]
+# --- the run --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class ProofCase:
-    """One prompt under both."""
+class _Run:
+    """A proof under way."""
 
-    prompt: BenchPrompt
-    equal: bool = True
-    tokens: int = 0
-    stats: Stats = field(default_factory=Stats)
-    plain_stats: Stats = field(default_factory=Stats)
-    divergences: list[Divergence] = field(default_factory=list)
-    failure: str | None = None
-    """What went wrong, if only one of the two could answer."""
-    error: str | None = None
-    """Why neither could answer, if neither could: such a prompt proves nothing."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.prompt.id,
-            "group": self.prompt.group,
-            "equal": self.equal,
-            "tokens": self.tokens,
-            "stats": self.stats.to_dict(),
-            "plain_stats": self.plain_stats.to_dict(),
-            "divergences": [asdict(divergence) for divergence in self.divergences],
-            "failure": self.failure,
-            "error": self.error,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class GroupCounts:
-    """What the prompts of one group, or all of them, add up to."""
-
-    prompts: int
-    equal: int
-    emitted: int
-    passes: int
-    proposed: int
-    accepted: int
-
-    @property
-    def tokens_per_pass(self) -> float:
-        return self.emitted / self.passes if self.passes else 0.0
-
-    @property
-    def acceptance(self) -> float:
-        return self.accepted / self.proposed if self.proposed else 0.0
-
-    @classmethod
-    def of(cls, cases: Sequence[ProofCase]) -> GroupCounts:
-        def total(name: str) -> int:
-            return sum(int(getattr(case.stats, name)) for case in cases)
-
-        return cls(
-            prompts=len(cases),
-            equal=sum(case.equal for case in cases),
-            emitted=total("emitted"),
-            passes=total("passes"),
-            proposed=total("proposed"),
-            accepted=total("accepted"),
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"tokens_per_pass": self.tokens_per_pass}
-
-
-@dataclass(slots=True)
-class ProofReport:
-    """What a proof found."""
-
-    method: str
-    exactness: Exactness
+    llm: LLM
+    judged: Method
+    plain: Method
+    tokens: list[list[int]]
     params: SamplingParams
-    batch: int
-    alone: int
-    """How many prompts were run again one by one."""
-    cases: list[ProofCase] = field(default_factory=list)
+    report: ProofReport
+    progress: Callable[[int, int], None] | None
+    total: int
+    done: int = 0
+    references: dict[int, Result] = field(default_factory=dict)
 
     @property
-    def answered(self) -> list[ProofCase]:
-        return [case for case in self.cases if case.error is None]
+    def exact(self) -> bool:
+        return self.judged.exactness is Exactness.EXACT
 
-    @property
-    def different(self) -> list[ProofCase]:
-        return [case for case in self.answered if not case.equal]
+    def tick(self, count: int) -> None:
+        self.done += count
+        if self.progress is not None:
+            self.progress(self.done, self.total)
 
-    @property
-    def equal(self) -> bool:
-        return not self.different
-
-    @property
-    def broken(self) -> bool:
-        """Whether a promise was broken: only an exact method promised equal text."""
-        return not self.equal and self.exactness is Exactness.EXACT
-
-    @property
-    def total(self) -> GroupCounts:
-        return GroupCounts.of(self.answered)
-
-    @property
-    def groups(self) -> dict[str, GroupCounts]:
-        """By group, in the order in which groups first appear."""
-        found: dict[str, list[ProofCase]] = {}
-        for case in self.answered:
-            found.setdefault(case.prompt.group, []).append(case)
-        return {group: GroupCounts.of(cases) for group, cases in found.items()}
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """The mean over groups, so that no kind of task counts for more by having more prompts."""
-        return clock.mean(group.tokens_per_pass for group in self.groups.values())
-
-    def samples(self) -> list[dict[str, Any]]:
-        return [case.to_dict() for case in self.cases]
-
-    def summary(self) -> dict[str, Any]:
-        total = self.total
-        return {
-            "method": self.method,
-            "exactness": self.exactness.value,
-            "equal": self.equal,
-            "prompts": total.prompts,
-            "equal_prompts": total.equal,
-            "not_answered": len(self.cases) - total.prompts,
-            "tokens_per_pass": self.tokens_per_pass,
-            "groups": {name: group.to_dict() for name, group in self.groups.items()},
-        }
-
-
-# --- looking at the logits ------------------------------------------------------------------------
-
-
-class _LookDrafter(Plain):
-    """One plain pass whose whole row of raw logits is wanted."""
-
-    def propose(self, view: View, room: int) -> Rounds:
-        proposal = yield from super().propose(view, room)
-        return proposal.asking(Wants(logits=True))
-
-
-class _LookAcceptor(Acceptor):
-    """Takes the row down and settles the most likely token, which ends the request."""
-
-    name = "look"
-
-    def __init__(self) -> None:
-        self.logits: FloatArray | None = None
-
-    def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
-        assert scores.logits is not None
-        row = self.logits = np.asarray(scores.logits[scores.row(proposal.root)], dtype=np.float32)
-        keep = tuple(NodeId(i) for i in range(proposal.given))
-        return Verdict(settled={Position(int(view.end)): TokenId(int(row.argmax()))}, keep=keep)
-
-
-def logits_after(llm: Speaker, tokens: Sequence[int]) -> FloatArray:
-    """The raw logits behind a run of tokens, through the same loop as everything else."""
-    acceptor = _LookAcceptor()
-    method = Method("look", _LookDrafter(), acceptor, Exactness.EXACT)
-    llm.generate([list(tokens)], SamplingParams(max_tokens=1), method=method)
-    assert acceptor.logits is not None
-    return acceptor.logits
-
-
-# --- the proof ------------------------------------------------------------------------------------
-
-
-def _answers(
-    llm: Speaker, prompts: Sequence[list[int]], params: SamplingParams, method: Method
-) -> list[Result]:
-    """One result per prompt; a failure stays with its prompt, also where there is only one."""
-    try:
-        return llm.generate(prompts, params, method=method)
-    except OutstrideError as error:
-        if len(prompts) != 1:
-            raise
-        return [Result(list(prompts[0]), error=error)]
+    def answers(
+        self, prompts: Sequence[list[int]], methods: Sequence[Method], salt: str, *, bits: bool
+    ) -> list[Result]:
+        """One result per prompt; a failure stays with its prompt, also where there is only one."""
+        params = replace(self.params, logprobs=0) if bits else self.params
+        try:
+            return self.llm.generate(prompts, params, method=list(methods), salt=salt)
+        except OutstrideError as error:
+            if len(prompts) != 1:
+                raise
+            return [Result(list(prompts[0]), error=error)]
 
 
 def _baseline(judged: Method) -> str:
@@ -265,12 +89,128 @@ def _baseline(judged: Method) -> str:
     try:
         return registry.baseline(judged.spec or judged.name)
     except UnknownMethod:
-        return BASELINE
+        return PLAIN
 
 
 def _batches(count: int, size: int) -> Iterator[range]:
     for start in range(0, count, size):
         yield range(start, min(start + size, count))
+
+
+def _in_batches(run: _Run) -> None:
+    """All prompts under plain, then under the method; prefixes of the first are there for the second.
+
+    The reference asks for log-probabilities, the method does not: both ways through a pass are used.
+    """
+    count, size, batch = len(run.tokens), run.report.batch, "prove"
+    for chunk in _batches(count, size):
+        group = [run.tokens[i] for i in chunk]
+        plain = run.answers(group, [run.plain] * len(group), batch, bits=True)
+        run.references.update(zip(chunk, plain, strict=True))
+        run.tick(len(chunk))
+        judged = run.answers(group, [run.judged] * len(group), batch, bits=False)
+        for i, result in zip(chunk, judged, strict=True):
+            case = run.report.cases[i]
+            _compare(run, i, result, run.report.method, BATCH)
+            if case.error is None and case.failure is None:
+                case.stats = Stats.total(result.outputs)
+                case.plain_stats = Stats.total(run.references[i].outputs)
+                case.tokens = case.stats.emitted
+        run.tick(len(chunk))
+
+
+def _alone(run: _Run) -> None:
+    """The first prompts one by one, under both, each read anew."""
+    for i in range(run.report.alone):
+        if run.report.cases[i].error is None:
+            pairs = ((run.plain, run.report.baseline, False), (run.judged, run.report.method, True))
+            for method, name, bits in pairs:
+                salt = f"prove alone {name}"
+                [result] = run.answers([run.tokens[i]], [method], salt, bits=bits)
+                _compare(run, i, result, name, ALONE)
+        run.tick(2)
+
+
+def _in_company(run: _Run) -> None:
+    """Every prompt beside requests with other methods, on too few pages for all of them."""
+    others = _companions(run)
+    company = run.report.mixed = Company(tuple(name for name, _ in others))
+    place = 0
+    for chunk in _batches(len(run.tokens), run.report.batch):
+        able = [i for i in chunk if run.report.cases[i].error is None]
+        methods, names = [run.judged] * len(able), [run.report.method] * len(able)
+        beside = able[1:] + able[:1]
+        for _ in beside:
+            name, method = others[place % len(others)]
+            place += 1
+            methods.append(method)
+            names.append(name)
+        prompts = [run.tokens[i] for i in able + beside]
+        if prompts:
+            with _squeezed(run, able + beside) as pages:
+                results = run.answers(prompts, methods, f"prove mixed {place}", bits=run.exact)
+            company.pages = max(company.pages, pages)
+            for i, name, result in zip(able + beside, names, results, strict=True):
+                _compare(run, i, result, name, MIXED)
+                company.preempted += Stats.total(result.outputs).preempted
+        run.tick(2 * len(chunk))
+
+
+def _companions(run: _Run) -> list[tuple[str, Method]]:
+    """What others may be asking for meanwhile: plain, and all that promise the same text.
+
+    Methods that need something, and those that time passes first, stay away.
+    """
+    model, found = run.llm.model, [(run.report.baseline, run.plain)]
+    for entry in registry.entries():
+        required = any(option.required for option in entry.options)
+        if entry.exactness is not Exactness.EXACT or required or entry.drafter.weighed:
+            continue
+        if registry.baseline(entry.name) != run.report.baseline:
+            continue
+        if entry.name in (run.report.baseline, run.report.method):
+            continue
+        method = registry.build(entry.name)
+        fits = method.drafter.fits(model.vision, model.masking) is None
+        if fits and (not entry.needs or entry.exact_to != PLAIN):
+            found.append((entry.name, method))
+    return found
+
+
+@contextmanager
+def _squeezed(run: _Run, places: Sequence[int]) -> Iterator[int]:
+    """Takes pages away until a third of what the requests will fill is left; yields how many are.
+
+    The largest request alone still fits, or nobody would ever finish.
+    """
+    engine, vision = run.llm.engine, run.llm.model.vision
+    pool = engine.passes.pools[TARGET]
+    _rest(engine)
+    longest, filled, most = 0, 0, min(run.params.max_tokens, run.llm.model.context)
+    for i in places:
+        prompt = len(run.tokens[i])
+        entries = run.judged.drafter.entries(prompt + most, vision)
+        longest = max(longest, pool.pages_for(entries) + 2)
+        for output in run.references[i].outputs:
+            filled += pool.pages_for(prompt + len(output.token_ids))
+    left = max(longest, filled // 3)
+    ballast = Table()
+    if pool.available > left:
+        pool.reserve(ballast, (pool.available - left) * pool.page_size)
+    try:
+        yield pool.available
+    finally:
+        _rest(engine)
+        pool.close(ballast)
+
+
+def _rest(engine: Engine) -> None:
+    """Waits until the last step of what was before is entered."""
+    while engine.busy:
+        time.sleep(0.001)
+
+
+# --- comparing ------------------------------------------------------------------------------------
 
 
 def _parting(plain: Completion, other: Completion) -> int | None:
@@ -286,23 +226,31 @@ def _parting(plain: Completion, other: Completion) -> int | None:
     return None
 
 
+def _bits(plain: Completion, other: Completion) -> int | None:
+    """At which output token the log-probabilities of equal answers part, if both have them."""
+    rows = zip(plain.logprobs or (), other.logprobs or (), strict=False)
+    for i, (a, b) in enumerate(rows):
+        if (a.token_id, a.logprob) != (b.token_id, b.logprob):
+            return i
+    return None
+
+
 def _diverge(
-    llm: Speaker, prompt: list[int], plain: Completion, other: Completion, at: int, company: str
+    run: _Run, i: int, plain: Completion, other: Completion, at: int, who: str, company: str
 ) -> Divergence:
     said = plain.token_ids[:at]
     tokens = [c.token_ids[at] if at < len(c.token_ids) else None for c in (plain, other)]
     row = None
-    if plain.method == BASELINE and any(t is not None for t in tokens):
-        row = logits_after(llm, prompt + said)
+    if run.report.baseline == PLAIN and any(t is not None for t in tokens):
+        row = look.logits_after(run.llm, run.tokens[i] + said)
 
     def side(token: int | None) -> Side:
         if token is None:
             return Side(None, "", None, None)
-        text = llm.tokenizer.decode([token], skip_special=False)
+        text = run.llm.tokenizer.decode([token], skip_special=False)
         if row is None:  # on a canvas, the logits depend on the step
             return Side(token, text, None, None)
-        logit = float(row[token])
-        return Side(token, text, logit, int((row > row[token]).sum()))
+        return Side(token, text, float(row[token]), int((row > row[token]).sum()))
 
     left, right = side(tokens[0]), side(tokens[1])
     gap = None
@@ -312,35 +260,107 @@ def _diverge(
         position=at,
         sample=plain.index,
         company=company,
+        method=who,
         plain=left,
         other=right,
         gap=gap,
-        before=llm.tokenizer.decode(said)[-60:],
+        before=run.llm.tokenizer.decode(said)[-60:],
         finish=(plain.finish_reason, other.finish_reason),
     )
 
 
-def _compare(
-    llm: Speaker, case: ProofCase, prompt: list[int], plain: Result, other: Result, company: str
-) -> None:
-    """Enters into a case whether two results are the same, and if not, where they part."""
+def _blur(
+    run: _Run, plain: Completion, other: Completion, at: int, who: str, company: str
+) -> Divergence:
+    """The same tokens from other logits."""
+    assert plain.logprobs is not None
+    assert other.logprobs is not None
+    rows = plain.logprobs[at], other.logprobs[at]
+    sides = [
+        Side(
+            r.token_id, run.llm.tokenizer.decode([r.token_id], skip_special=False), r.logprob, None
+        )
+        for r in rows
+    ]
+    return Divergence(
+        position=at,
+        sample=plain.index,
+        company=company,
+        method=who,
+        plain=sides[0],
+        other=sides[1],
+        gap=rows[0].logprob - rows[1].logprob,
+        before=run.llm.tokenizer.decode(plain.token_ids[:at])[-60:],
+        finish=(plain.finish_reason, other.finish_reason),
+        bits=True,
+    )
+
+
+def _compare(run: _Run, i: int, other: Result, who: str, company: str) -> None:
+    """Enters into a case whether a result is the reference, and if not, where they part."""
+    case, plain = run.report.cases[i], run.references[i]
     if plain.error is not None and other.error is not None:
         case.error = str(plain.error)
         return
     if plain.error is not None or other.error is not None:
         case.equal = False
-        who = "plain" if plain.error is not None else "the method"
-        case.failure = f"only {who} failed, in company {company!r}: {plain.error or other.error}"
+        name = run.report.baseline if plain.error is not None else who
+        case.failure = f"only {name} failed, in company {company!r}: {plain.error or other.error}"
         return
     for ours, theirs in zip(plain.outputs, other.outputs, strict=True):
         at = _parting(ours, theirs)
         if at is not None:
             case.equal = False
-            case.divergences.append(_diverge(llm, prompt, ours, theirs, at, company))
+            case.divergences.append(_diverge(run, i, ours, theirs, at, who, company))
+        elif run.exact and (at := _bits(ours, theirs)) is not None:
+            case.equal = False
+            case.divergences.append(_blur(run, ours, theirs, at, who, company))
+
+
+# --- distributions --------------------------------------------------------------------------------
+
+
+def _by_chance(run: _Run) -> None:
+    """Draws answers in batches and asks whether their tokens follow the target's distributions."""
+    texts: list[list[chance.Numbers]] = []
+    tops: list[chance.Numbers] = []
+    seed = run.params.seed or 0
+    for chunk in _batches(len(run.tokens), run.report.batch):
+        group = [run.tokens[i] for i in chunk]
+        results = run.answers(group, [run.judged] * len(group), "prove", bits=False)
+        run.tick(len(chunk))
+        for i, result in zip(chunk, results, strict=True):
+            case = run.report.cases[i]
+            if result.error is not None:
+                _blame(run, i, result.error)
+            else:
+                case.stats = Stats.total(result.outputs)
+                case.tokens = case.stats.emitted
+                said = [output.token_ids for output in result.outputs]
+                places, best = look.weigh(run.llm, run.tokens[i], said, run.params, seed + 7919 * i)
+                texts.append(places)
+                tops.append(best)
+            run.tick(1)
+    run.report.chance = chance.judge(texts)
+    chance.foresee(run.report.chance, np.concatenate([np.zeros(0), *tops]))
+
+
+def _blame(run: _Run, i: int, error: Exception) -> None:
+    """Whether plain decoding fails on a prompt, too, decides whose fault it is."""
+    case = run.report.cases[i]
+    [plain] = run.answers([run.tokens[i]], [run.plain], "prove", bits=False)
+    if plain.error is not None:
+        case.error = str(error)
+    else:
+        case.equal = False
+        case.failure = f"only {run.report.method} failed: {error}"
+
+
+# --- the proof ------------------------------------------------------------------------------------
 
 
 def prove(
-    llm: Speaker,
+    llm: LLM,
     method: str | Method,
     prompts: Sequence[BenchPrompt],
     params: SamplingParams | None = None,
@@ -348,11 +368,14 @@ def prove(
     batch: int = 8,
     raw: bool = False,
     alone: int = 3,
+    mixed: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> ProofReport:
     """Runs all prompts under plain and under `method` and compares what they say.
 
     A method for masked models is compared with what it is exact to instead: the schedule of `steps`.
+    One that promises a distribution is tested for it, unless the temperature is 0: then its text is
+    as certain as plain's.
 
     Sampling without a seed could not be compared; seed 0 is used then. Prompts that neither can
     answer (too long for the context) are listed and prove nothing.
@@ -365,46 +388,45 @@ def prove(
     if params.seed is None:
         params = replace(params, seed=0)
     judged = llm.method(method)
-    plain = llm.method(_baseline(judged))
-    tokens = [llm.encode(prompt.text, chat=not raw) for prompt in prompts]
-    alone = min(alone, len(prompts)) if batch > 1 else 0
+    baseline = _baseline(judged)
+    loose = judged.exactness is Exactness.DISTRIBUTION and params.temperature > 0
+    if loose and baseline != PLAIN:
+        raise InvalidParams(
+            f"{judged.name} promises a distribution on a canvas, and there is no test for that here"
+        )
+    count = len(prompts)
+    alone = min(alone, count) if batch > 1 else 0  # in batches of one they are alone already
     report = ProofReport(
         method=judged.spec or judged.name,
         exactness=judged.exactness,
+        baseline=baseline,
         params=params,
         batch=batch,
-        alone=alone,
+        alone=0 if loose else alone,
         cases=[ProofCase(prompt) for prompt in prompts],
     )
-    total, done = 2 * len(prompts) + alone, 0
-
-    def tick(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
-
-    tick(0)
-    references: dict[int, Result] = {}
-    for chunk in _batches(len(prompts), batch):
-        group = [tokens[i] for i in chunk]
-        references.update(zip(chunk, _answers(llm, group, params, plain), strict=True))
-        tick(len(chunk))
-        for i, result in zip(chunk, _answers(llm, group, params, judged), strict=True):
-            case = report.cases[i]
-            _compare(llm, case, tokens[i], references[i], result, "batch")
-            if case.error is None and case.failure is None:
-                case.stats = Stats.total(result.outputs)
-                case.plain_stats = Stats.total(references[i].outputs)
-                case.tokens = case.stats.emitted
-        tick(len(chunk))
-    for i in range(alone):
-        if report.cases[i].error is not None:
-            tick(1)
-            continue
-        [result] = _answers(llm, [tokens[i]], params, judged)
-        _compare(llm, report.cases[i], tokens[i], references[i], result, "alone")
-        tick(1)
+    run = _Run(
+        llm=llm,
+        judged=judged,
+        plain=llm.method(baseline),
+        tokens=[llm.encode(prompt.text, chat=not raw) for prompt in prompts],
+        params=params,
+        report=report,
+        progress=progress,
+        total=2 * count if loose else (4 if mixed else 2) * count + 2 * alone,
+    )
+    run.tick(0)
+    if loose:
+        _by_chance(run)
+    else:
+        _in_batches(run)
+        _alone(run)
+        if mixed and report.answered:
+            _in_company(run)
+    try:
+        llm.engine.check_integrity()
+    except IntegrityError as error:
+        report.integrity = str(error)
     if not report.answered:
         raise OutstrideError(f"no prompt could be answered: {report.cases[0].error}")
     return report

@@ -7,13 +7,24 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from outstride.cli import sampling, screen
-from outstride.cli.bench import deliver, output
-from outstride.cli.context import Context, add_model_options, check_method
+from outstride.cli.context import (
+    Context,
+    add_adapter_option,
+    add_model_options,
+    check_method,
+    loaded,
+)
+from outstride.cli.outcome import deliver, output
+from outstride.errors import InvalidParams, OutstrideError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outstride.bench.prove import Divergence, ProofCase, ProofReport, Side
+    from outstride.bench.proof import Divergence, GroupCounts, ProofCase, ProofReport, Side
+
+HELD, BROKEN, UNPROVED = 0, 1, 2
+SHOWN = 5
+"""So many prompts that differ are shown; all of them are in the JSON object."""
 
 
 def add(commands: Any) -> None:
@@ -21,17 +32,22 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "prove",
         help="check a method against plain decoding",
-        description="Runs prompts under plain decoding and under a method, in batches and alone, "
-        "and compares them token for token. Exits with 1 if an exact method differs.",
+        description="Runs prompts under plain decoding and under a method: in batches, alone, and "
+        "among other methods on so few pages that requests are preempted. Compares them token for "
+        "token, and the log-probabilities bit for bit. A method that promises plain's distribution "
+        "is tested for that instead, at temperatures above 0.",
+        epilog="exits with 0 if the promise held, 1 if it was broken, 2 if nothing could be proved "
+        "(a wrong option, a file that cannot be read)",
         allow_abbrev=False,
     )
     parser.add_argument("--method", required=True, help="name or name:key=value,…")
     add_model_options(parser)
+    add_adapter_option(parser)
     parser.add_argument(
         "--prompts",
         metavar="FILE",
         help=".txt (one prompt per line) or .jsonl (Spec-Bench, GSM8K, HumanEval or objects with "
-        "prompt), also packed with gzip; without it, a dozen built-in ones",
+        "prompt), also packed with gzip; without it, built-in ones",
     )
     parser.add_argument(
         "--limit", type=int, metavar="N", help="only N prompts, spread evenly over the file"
@@ -46,6 +62,12 @@ def add(commands: Any) -> None:
         metavar="N",
         help="how many prompts to run again one by one (default 3)",
     )
+    parser.add_argument(
+        "--no-mixed", action="store_true", help="leave out the run among other methods"
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="exit with 1 if any text differs, declared or not"
+    )
     parser.add_argument("--raw", action="store_true", help="prompts as they are; no chat template")
     output(parser)
     sampling.add(parser, without=("logprobs",), max_tokens=128)
@@ -54,10 +76,23 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Proves, or shows where the texts part."""
+    try:
+        report, name = _prove(args, context)
+    except (OutstrideError, OSError) as error:
+        if screen.debugging():
+            raise
+        screen.complain(error)
+        return UNPROVED
+    if not args.json:
+        _print(report, name)
+    failed = report.broken or (args.strict and not report.equal)
+    return BROKEN if failed else HELD
+
+
+def _prove(args: argparse.Namespace, context: Context) -> tuple[ProofReport, str]:
     from outstride.bench import prompts
     from outstride.bench.prove import prove
     from outstride.bench.result import BenchResult
-    from outstride.errors import InvalidParams
 
     params = sampling.params_of(args)
     check_method(args.method)
@@ -65,7 +100,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         raise InvalidParams("--limit must be at least 1")
     listed = prompts.read_prompts(args.prompts) if args.prompts else prompts.built_in()
     listed = prompts.spread(listed, args.limit)
-    with context.load(args.model, args.weights) as llm:
+    with loaded(args, context) as llm:
         result = BenchResult("prove", {"model": llm.name, "fingerprint": llm.fingerprint})
         with screen.bar(f"proving {args.method}") as progress:
             report = prove(
@@ -76,6 +111,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
                 batch=args.batch,
                 raw=args.raw,
                 alone=args.alone,
+                mixed=not args.no_mixed,
                 progress=progress,
             )
     result.settings |= {
@@ -84,6 +120,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         "limit": args.limit,
         "batch": report.batch,
         "alone": report.alone,
+        "mixed": not args.no_mixed,
         "raw": args.raw,
         "params": asdict(report.params),
     }
@@ -91,43 +128,24 @@ def run(args: argparse.Namespace, context: Context) -> int:
     deliver(result, args)
     if args.json:
         print(result.to_json(), flush=True)
-    else:
-        _print(report)
-    return 1 if report.broken else 0
+    return report, llm.name
 
 
-def _print(report: ProofReport) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+# --- for people -----------------------------------------------------------------------------------
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("group")
-    for name in ("prompts", "equal", "tokens per pass", "accepted", "of proposed"):
-        table.add_column(name, justify="right")
-    for name, group in report.groups.items():
-        table.add_row(
-            name,
-            str(group.prompts),
-            str(group.equal),
-            f"{group.tokens_per_pass:.2f}",
-            f"{group.accepted}/{group.proposed}",
-            f"{group.acceptance:.0%}" if group.proposed else "-",
-        )
-    total = report.total
-    table.add_section()
-    table.add_row(
-        "mean over groups",
-        str(total.prompts),
-        str(total.equal),
-        f"{report.tokens_per_pass:.2f}",
-        f"{total.accepted}/{total.proposed}",
-        f"{total.acceptance:.0%}" if total.proposed else "-",
-        style="bold",
-    )
+
+def _print(report: ProofReport, model: str) -> None:
     console = screen.console()
-    console.print(table)
-    for case in report.different:
-        _print_case(console, case)
+    _print_head(console, report, model)
+    _print_groups(console, report)
+    if report.chance is None:
+        _print_runs(console, report)
+    else:
+        _print_chance(console, report)
+    for case in report.different[:SHOWN]:
+        _print_case(console, case, report.baseline)
+    if (more := len(report.different) - SHOWN) > 0:
+        console.print(f"and {more} more; --json lists all of them\n", style="dim")
     if skipped := [case for case in report.cases if case.error is not None]:
         console.print(
             f"{len(skipped)} of {len(report.cases)} prompts could not be answered by either, "
@@ -135,35 +153,156 @@ def _print(report: ProofReport) -> None:
             style="yellow",
             markup=False,
         )
+    if report.integrity is not None:
+        console.print(f"the cache contradicts itself: {report.integrity}", style="red")
     _print_verdict(console, report)
 
 
-def _print_case(console: Console, case: ProofCase) -> None:
-    console.print(f"prompt {case.prompt.id} ({case.prompt.group}) differs:", markup=False)
-    if case.failure is not None:
-        console.print(f"  {case.failure}", markup=False, soft_wrap=True)
-    for divergence in case.divergences:
-        _print_divergence(console, divergence)
+def _print_head(console: Console, report: ProofReport, model: str) -> None:
+    params = report.params
+    how = "greedy"
+    if params.temperature > 0:
+        how = f"temperature {params.temperature:g}, seed {params.seed}"
+    console.print(
+        f"{report.method} against {report.baseline} on {model}, {how}",
+        style="bold",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _print_groups(console: Console, report: ProofReport) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    equality = report.chance is None
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("group")
+    names = ("prompts", "equal", "tokens per pass", "accepted", "of proposed")
+    for name in names if equality else (n for n in names if n != "equal"):
+        table.add_column(name, justify="right")
+
+    def row(name: str, group: GroupCounts, tokens_per_pass: float, style: str = "") -> None:
+        share = f"{group.acceptance:.0%}" if group.proposed else "-"
+        cells = [name, str(group.prompts)] + ([str(group.equal)] if equality else [])
+        cells += [f"{tokens_per_pass:.2f}", f"{group.accepted}/{group.proposed}", share]
+        table.add_row(*cells, style=style)
+
+    for name, group in report.groups.items():
+        row(name, group, group.tokens_per_pass)
+    table.add_section()
+    row("mean over groups", report.total, report.tokens_per_pass, "bold")
+    console.print(table)
+
+
+def _print_runs(console: Console, report: ProofReport) -> None:
+    """One line for each kind of company, with how many prompts were equal in it."""
+    answered = report.answered
+
+    def line(name: str, company: str, count: int, remark: str = "") -> None:
+        told = answered[:count]
+        bad = sum(
+            case.failure is not None or any(d.company == company for d in case.divergences)
+            for case in told
+        )
+        mark, style = ("✓", "green") if not bad else ("✗", "red")
+        text = f"{mark} {name:<22}{len(told) - bad} of {len(told)} equal"
+        console.print(f"[{style}]{text}[/{style}]{remark}", soft_wrap=True)
+
+    line(f"in batches of {report.batch}", "batch", len(answered))
+    if report.alone:
+        line("alone", "alone", report.alone)
+    if (mixed := report.mixed) is not None:
+        others = ", ".join(mixed.methods)
+        line(
+            "among other methods",
+            "mixed",
+            len(answered),
+            f"[dim]   {mixed.preempted} preemptions on {mixed.pages} pages; beside {others}[/dim]",
+        )
     console.print()
 
 
-def _side(side: Side, finish: str | None) -> str:
+def _print_chance(console: Console, report: ProofReport) -> None:
+    from outstride.bench.chance import ALPHA, POWER
+
+    found = report.chance
+    assert found is not None
+    units = {"ranks": "tokens", "neighbours": "pairs", "samples": "pairs"}
+    asks = {
+        "ranks": "are likely and unlikely tokens met as often as they should be?",
+        "neighbours": "are tokens that follow each other independent, given the text?",
+        "samples": "are answers to the same prompt independent?",
+    }
+    for test in found.tests:
+        bad = test.p is not None and test.p < found.bar
+        told = "not tested: too few" if test.p is None else f"p = {test.p:.3g}"
+        mark = "✗" if bad else "✓" if test.p is not None else "–"
+        style = "red" if bad else "green" if test.p is not None else "yellow"
+        count = f"{test.count:,} {units[test.name]}"
+        text = f"[{style}]{mark} {test.name:<12}{told:<22}[/{style}]{count:<16}"
+        console.print(f"{text}[dim]{asks[test.name]}[/dim]", soft_wrap=True)
+    if found.impossible:
+        console.print(
+            f"✗ {found.impossible} of {found.tokens:,} tokens have no chance at all under plain",
+            style="red",
+        )
+    console.print()
+    if found.shift < 1:
+        console.print(
+            f"With {found.tokens:,} tokens, a rule that puts {found.shift:.1%} of them at wrong "
+            f"ranks, or takes the likeliest token in {found.greedy:.1%} of cases instead of "
+            f"drawing, is found with a chance of {POWER:.0%}; four times the tokens (--n, "
+            f"--max-tokens) halve both figures. A rule that keeps its promise is accused in "
+            f"{ALPHA:.0%} of proofs.\n",
+            style="dim",
+        )
+
+
+def _print_case(console: Console, case: ProofCase, baseline: str) -> None:
+    console.print(f"prompt {case.prompt.id} ({case.prompt.group}) differs:", markup=False)
+    if case.failure is not None:
+        console.print(f"  {case.failure}", markup=False, soft_wrap=True)
+    if case.divergences:
+        first, *rest = case.divergences
+        _print_divergence(console, first, baseline)
+        also: dict[tuple[str, int, bool], list[str]] = {}
+        for other in rest:
+            also.setdefault((other.method, other.position, other.bits), []).append(_where(other))
+        for (method, position, bits), places in also.items():
+            what = "the logits behind output token" if bits else "output token"
+            told = f"  also {' and '.join(places)}: {method}, {what} {position}"
+            console.print(told, style="dim", markup=False, soft_wrap=True)
+    console.print()
+
+
+def _where(found: Divergence) -> str:
+    how = {"batch": "in a batch", "alone": "alone", "mixed": "among other methods"}
+    return how[found.company] + (f", sample {found.sample}" if found.sample else "")
+
+
+def _side(side: Side, finish: str | None, what: str) -> str:
     if side.token is None:
         return f"the end of the answer ({finish})"
     said = f"token {side.token} {screen.token_text(side.text)!r}"
-    return said if side.logit is None else f"{said}, logit {side.logit:.6f}, rank {side.rank}"
+    if side.logit is None:
+        return said
+    rank = "" if side.rank is None else f", rank {side.rank}"
+    return f"{said}, {what} {side.logit:.9g}{rank}"
 
 
-def _print_divergence(console: Console, found: Divergence) -> None:
-    how = "in a batch" if found.company == "batch" else "alone"
-    sample = f", sample {found.sample}" if found.sample else ""
+def _print_divergence(console: Console, found: Divergence, baseline: str) -> None:
+    what = "log-probability" if found.bits else "logit"
+    width = max(len(baseline), len(found.method)) + 1
     lines = [
-        f"output token {found.position}{sample}, {how}, "
+        f"output token {found.position}, {_where(found)}, "
         f"behind …{screen.token_text(found.before)!r}",
-        f"  plain:  {_side(found.plain, found.finish[0])}",
-        f"  method: {_side(found.other, found.finish[1])}",
+        f"  {baseline + ':':<{width}} {_side(found.plain, found.finish[0], what)}",
+        f"  {found.method + ':':<{width}} {_side(found.other, found.finish[1], what)}",
     ]
-    if found.gap is not None:
+    if found.bits:
+        lines.append(f"  the tokens are equal, the logits behind them are not: {found.gap:.3g}")
+    elif found.gap is not None:
         lines.append(f"  gap between their raw logits: {found.gap:.6f}")
     for line in lines:
         console.print(f"  {line}", markup=False, soft_wrap=True)
@@ -172,18 +311,23 @@ def _print_divergence(console: Console, found: Divergence) -> None:
 def _print_verdict(console: Console, report: ProofReport) -> None:
     total = report.total
     prompts = "1 prompt" if total.prompts == 1 else f"{total.prompts} prompts"
-    if report.equal:
-        text = f"{report.method}: equal on all {prompts}"
-        if report.alone:
-            text += f" ({report.alone} of them also alone)"
-        style = "bold green"
-    else:
-        count = total.prompts - total.equal
-        text = f"{report.method}: different on {count} of {prompts}"
+    style = "bold red" if report.broken else "bold green"
+    if report.chance is not None:
         if report.broken:
-            text += "; it is declared exact, so this is a fault"
-            style = "bold red"
+            text = "does not follow the distribution that it promises"
+        elif not report.chance.tested:
+            text, style = "too few tokens for a test; nothing is shown", "bold yellow"
+        else:
+            text = f"nothing speaks against its distribution on {prompts}"
+    elif report.equal:
+        text = f"equal on all {prompts}"
+    else:
+        text = f"different on {total.prompts - total.equal} of {prompts}"
+        if report.foundation:
+            text += f"; {report.baseline} differs from itself, so the fault lies below the method"
+        elif report.broken:
+            text += f"; it is declared {report.exactness.value}, so this is a fault"
         else:
             text += f"; it is declared {report.exactness.value} and may differ"
             style = "bold yellow"
-    console.print(text, style=style, markup=False, soft_wrap=True)
+    console.print(f"{report.method}: {text}", style=style, markup=False, soft_wrap=True)

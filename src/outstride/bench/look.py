@@ -1,0 +1,123 @@
+"""Looking at what the target thinks of a text, through the same loop as everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from outstride.bench import chance
+from outstride.core.contracts import Acceptor, Demand, Exactness, Method, Rounds
+from outstride.core.graph import FloatArray, NodeId, Position, TokenId, chain
+from outstride.core.params import SamplingParams
+from outstride.core.proposal import Proposal, Scores, Verdict, Wants
+from outstride.core.sequence import View
+from outstride.draft.plain import Plain
+from outstride.llm import LLM
+
+
+class _LookDrafter(Plain):
+    """One plain pass whose whole row of raw logits is wanted."""
+
+    def propose(self, view: View, room: int) -> Rounds:
+        proposal = yield from super().propose(view, room)
+        return proposal.asking(Wants(logits=True))
+
+
+class _LookAcceptor(Acceptor):
+    """Takes the row down and settles the most likely token, which ends the request."""
+
+    name = "look"
+
+    def __init__(self) -> None:
+        self.logits: FloatArray | None = None
+
+    def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
+        assert scores.logits is not None
+        row = self.logits = np.asarray(scores.logits[scores.row(proposal.root)], dtype=np.float32)
+        keep = tuple(NodeId(i) for i in range(proposal.given))
+        return Verdict(settled={Position(int(view.end)): TokenId(int(row.argmax()))}, keep=keep)
+
+
+def logits_after(llm: LLM, tokens: Sequence[int]) -> FloatArray:
+    """The raw logits behind a run of tokens."""
+    acceptor = _LookAcceptor()
+    method = Method("look", _LookDrafter(), acceptor, Exactness.EXACT)
+    llm.generate([list(tokens)], SamplingParams(max_tokens=1), method=method)
+    assert acceptor.logits is not None
+    return acceptor.logits
+
+
+class _Replay(Plain):
+    """Drafts a text that is known."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text = list(text)
+
+    def demand(self, view: View) -> Demand:
+        return Demand(most=min(16, view.limit - int(view.end) - 1), gain=1.0)
+
+    def propose(self, view: View, room: int) -> Rounds:
+        yield from ()
+        done, given = int(view.end) - view.prompt_length, view.given()
+        draft = self.text[done : done + max(room, 0)] if room > 0 else []
+        draft = draft[: max(len(self.text) - done - 1, 0)]
+        graph = given.grow(chain(draft, view.end))
+        return Proposal(graph, given=len(given), wants=Wants(rows=True))
+
+
+class _Weigh(Acceptor):
+    """Settles the known text whatever the target says, and notes what it said."""
+
+    name = "weigh"
+
+    def __init__(self, text: Sequence[int], seed: int) -> None:
+        self.text = list(text)
+        self.places: list[float] = []
+        self.tops: list[float] = []
+        self._shares = np.random.default_rng(seed)
+
+    def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
+        done = int(view.end) - view.prompt_length
+        nodes = range(int(proposal.root), len(proposal.graph))
+        settled: dict[Position, TokenId] = {}
+        for i, node in enumerate(nodes):
+            row, token = scores.probabilities(NodeId(node)), self.text[done + i]
+            self.places.append(chance.place(row, token, float(self._shares.random())))
+            self.tops.append(float(row.max()))
+            settled[Position(int(view.end) + i)] = TokenId(token)
+        return Verdict(settled=settled, keep=tuple(map(NodeId, range(len(proposal.graph)))))
+
+
+def weigh(
+    llm: LLM,
+    prompt: Sequence[int],
+    texts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    seed: int,
+) -> tuple[list[chance.Numbers], chance.Numbers]:
+    """For each text, where its tokens lie in the target's distributions; and the likeliest ones'.
+
+    The distributions are those of sampling: rules, temperature and filters of the request included.
+    """
+    judges = [_Weigh(text, seed + i) for i, text in enumerate(texts)]
+    requests = [
+        (judge, replace(params, n=1, max_tokens=len(judge.text), stop=()))
+        for judge in judges
+        if judge.text
+    ]
+    if requests:
+        results = llm.generate(
+            [list(prompt)] * len(requests),
+            [its for _, its in requests],
+            method=[
+                Method("weigh", _Replay(judge.text), judge, Exactness.LOSSY)
+                for judge, _ in requests
+            ],
+        )
+        for result in results:
+            if result.error is not None:
+                raise result.error
+    tops = np.asarray([top for judge in judges for top in judge.tops])
+    return [np.asarray(judge.places, dtype=np.float64) for judge in judges], tops
