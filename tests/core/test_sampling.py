@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from outstride.core import sampling
+from outstride.core.graph import IntArray
 from outstride.core.sampling import Draw, Purpose, Rules, best, gumbel, probabilities
 
 # Known answers of Philox-4x32-10 (from the reference implementation's test vectors).
@@ -135,12 +136,69 @@ def test_filters_follow_their_definitions(draw: Draw) -> None:
 def test_best_is_the_argmax_of_the_noisy_sum_and_pruning_changes_nothing() -> None:
     rng = np.random.default_rng(5)
     for position in range(60):
-        row = (rng.standard_normal(2000) * 4).astype(np.float32)
+        row = (rng.standard_normal(2000) * (0.3, 4, 12)[position % 3]).astype(np.float32)
         draw = Draw(temperature=0.7, seed=position)
         sums = row / np.float32(0.7) + gumbel(draw, position, np.arange(2000))
         expected = np.argsort(-sums, kind="stable")[:5]
         np.testing.assert_array_equal(best(row, draw, position, 5), expected)
         assert best(row, draw, position)[0] == expected[0]
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 3, 40, 900, 1000])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        Draw(temperature=0.9, seed=5),
+        Draw(temperature=1.3, top_k=20, seed=6),
+        Draw(temperature=0.7, top_p=0.8, seed=7),
+        Draw(temperature=1.0, min_p=0.01, seed=8),
+    ],
+)
+def test_what_is_forbidden_comes_last_and_draws_no_noise(
+    draw: Draw, allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(allowed)
+    drawn: list[int] = []
+
+    def spy(draw: Draw, position: int, tokens: IntArray) -> IntArray:
+        drawn.append(len(tokens))
+        return words(draw, position, tokens)
+
+    words = sampling.random_words
+    monkeypatch.setattr(sampling, "random_words", spy)
+    for position in range(6):
+        row = np.full(1000, -np.inf, dtype=np.float32)
+        ids = rng.choice(1000, allowed, replace=False)
+        row[ids] = rng.normal(0, 3, allowed).astype(np.float32)
+        if allowed == 0 and (draw.top_p < 1 or draw.min_p > 0):
+            continue  # no row without any token gets that far
+        known, x = sampling.admitted(row, draw)
+        sums = x + gumbel(draw, position, known)
+        for k in (1, 8):
+            drawn.clear()
+            naive = known[np.argsort(-sums, kind="stable")[:k]]
+            assert best(row, draw, position, k).tolist() == naive.tolist()
+            assert max(drawn) <= allowed
+
+
+def test_words_below_the_bar_make_no_large_noise() -> None:
+    """The bar is where it is said to be, and the noise rises with the words around it."""
+    words = np.arange(sampling._LARGE - 4000, sampling._LARGE + 4000)
+    noise = sampling._noise(words)
+    assert noise[:4000].max() < sampling.LARGE_NOISE - 0.005
+    assert noise[-1] > noise[0]
+    lower = np.linspace(0, sampling._LARGE - 1, 100_000).astype(np.int64)
+    assert sampling._noise(lower).max() < sampling.LARGE_NOISE - 0.005
+
+
+def test_words_do_not_depend_on_what_else_is_asked_for() -> None:
+    draw, rng = Draw(temperature=1.0, seed=9), np.random.default_rng(0)
+    whole = sampling.random_words(draw, 3, np.arange(2000))
+    for size in (1, 2, 5, 400, 700, 1999):
+        ids = rng.choice(2000, size, replace=False)
+        assert (sampling.random_words(draw, 3, ids) == whole[ids]).all()
+    some = np.arange(1200, 1300)
+    assert (sampling.random_words(draw, 3, some) == whole[some]).all()
 
 
 def test_sampling_follows_the_distribution() -> None:

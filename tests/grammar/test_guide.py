@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from outstride.core.shape import Shape
 from outstride.errors import InvalidGrammar
-from outstride.grammar.guide import Guide, Guides, Shape
+from outstride.grammar.guide import Guide, Guides
 from outstride.models.tokenizer import Tokenizer
 from tests.serve import tiny
 

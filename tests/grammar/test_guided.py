@@ -13,7 +13,8 @@ from outstride import LLM, SamplingParams, registry
 from outstride.core.contracts import Demand, Drafter, Guessing
 from outstride.core.guess import Guess, Sign
 from outstride.core.sequence import Sequence, View
-from outstride.grammar.guide import Guides, Shape
+from outstride.core.shape import Shape
+from outstride.grammar.guide import Guides
 from outstride.grammar.guided import Guided, guided
 from tests.serve import tiny
 

@@ -283,6 +283,7 @@ def test_a_conversation_with_tools_goes_on(client: openai.OpenAI) -> None:
         ({"own": {"method": "ngram", "size": 3}}, "no option 'size'"),
         ({"own": {"method": "ngram", "length": -3}}, "ngram"),
         ({"own": {"method": "draft", "model": "/etc"}}, "--draft-model"),
+        ({"own": {"method": "block-drafter", "from": "/etc"}}, "trained parts"),
         ({"extra_body": {"temperture": 1}}, "temperture"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text only"),
@@ -304,6 +305,23 @@ def test_what_is_wrong_is_a_400_that_says_so(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=named):
         chat(client, **changes)
+
+
+def test_fields_that_change_nothing_are_taken(client: openai.OpenAI) -> None:
+    fields = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "reasoning_effort": "low",
+        "verbosity": "low",
+        "modalities": ["text"],
+        "prediction": {"type": "content", "content": "the thing"},
+    }
+    found = chat(client, **fields)
+    assert found.choices[0].message.content == chat(client).choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="modalities"):
+        chat(client, modalities=["audio"])
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:

@@ -13,14 +13,29 @@ from outstride.bench.result import validate
 from outstride.bench.serve import Client, Streamed, gaps, load, outside_steps, plot
 from outstride.bench.soak import _judge, soak
 from outstride.cli import main
-from tests.serve.running import Running, free_port
+from tests.serve import tiny
+from tests.serve.running import Running, free_port, start
 
-METHODS = ("plain", "auto", "ngram", "suffix", "mix")
+METHODS = (
+    "plain",
+    "auto",
+    "ngram",
+    "suffix",
+    "mix",
+    "steps",
+    "verify",
+    "threshold",
+    "self-diffuse",
+)
 
 
-def test_a_short_soak_leaves_nothing_behind(server: Running) -> None:
-    client = Client(server.url)
-    found = asyncio.run(soak(client, "tiny", methods=METHODS, clients=12, seconds=6.0, compare=25))
+def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
+    """On a model that both continues texts and fills in masks: methods of both kinds side by side."""
+    with start(tiny.make_masked(tmp_path / "masked"), tmp_path / "log") as running:
+        client = Client(running.url)
+        found = asyncio.run(
+            soak(client, "tiny", methods=METHODS, clients=12, seconds=6.0, compare=25)
+        )
     assert found.wrong == []
     assert found.asked > 30
     assert found.compared >= 15

@@ -12,8 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from outstride.serve.settings import PAGE, PAGE_FILES
 from tests.serve import tiny
@@ -31,20 +29,7 @@ KEY = "sesame"
 
 @pytest.fixture(scope="module")
 def masked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that continues texts and fills in masks, both, and hardly ever ends by itself."""
-    folder = tiny.make(tmp_path_factory.mktemp("served") / "masked")
-    tensors = load_file(folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    for layer in range(config["num_hidden_layers"]):
-        for name in ("q_norm", "k_norm"):
-            size = config["head_dim"]
-            tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = torch.ones(size)
-    tensors["lm_head.weight"][config["eos_token_id"]] = 0.0
-    save_file(tensors, folder / "model.safetensors")
-    kind = {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 16}
-    kind["mask_token_id"] = config["bos_token_id"]
-    (folder / "config.json").write_text(json.dumps(config | kind))
-    return folder
+    return tiny.make_masked(tmp_path_factory.mktemp("served") / "masked")
 
 
 @pytest.fixture(scope="module")

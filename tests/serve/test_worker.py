@@ -14,8 +14,8 @@ from outstride import LLM, SamplingParams, registry
 from outstride.core.contracts import Demand, Drafter, Guessing
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Table, View
+from outstride.core.shape import Shape
 from outstride.engine.cost import Cost
-from outstride.grammar.guide import Shape
 from outstride.serve.wire import (
     CANCEL,
     NEWS,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 SPECIAL = ("<|end|>", "<|im_start|>", "<|im_end|>")
@@ -45,6 +45,23 @@ def make(folder: Path, seed: int = 0) -> Path:
     config = {**CONFIG, "vocab_size": size, "eos_token_id": end, "bos_token_id": 0}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(_tensors(size, seed), folder / "model.safetensors")
+    return folder
+
+
+def make_masked(folder: Path) -> Path:
+    """One that continues texts and fills in masks, both, and hardly ever ends by itself."""
+    make(folder)
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    for layer in range(config["num_hidden_layers"]):
+        for name in ("q_norm", "k_norm"):
+            size = config["head_dim"]
+            tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = torch.ones(size)
+    tensors["lm_head.weight"][config["eos_token_id"]] = 0.0
+    save_file(tensors, folder / "model.safetensors")
+    kind = {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 16}
+    kind["mask_token_id"] = config["bos_token_id"]
+    (folder / "config.json").write_text(json.dumps(config | kind))
     return folder
 
 

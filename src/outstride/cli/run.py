@@ -7,12 +7,20 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outstride.cli import sampling, screen, trace
-from outstride.cli.context import Context, add_model_options, check_method
+from outstride.cli.context import (
+    Context,
+    add_adapter_option,
+    add_model_options,
+    check_method,
+    loaded,
+)
 from outstride.core.params import SamplingParams
-from outstride.errors import InvalidPrompt
+from outstride.core.shape import Shape
+from outstride.errors import InvalidGrammar, InvalidPrompt
 from outstride.results import Chunk, Completion
 
 if TYPE_CHECKING:
@@ -31,6 +39,7 @@ def add(commands: Any) -> None:
         "prompt", metavar="PROMPT", help="the prompt; - reads it from standard input"
     )
     add_model_options(parser)
+    add_adapter_option(parser)
     parser.add_argument(
         "--method",
         help="name or name:key=value,… (default plain, or steps for a masked model; see `outstride "
@@ -38,6 +47,13 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     parser.add_argument("--raw", action="store_true", help="continue the prompt; no chat template")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument(
+        "--schema",
+        metavar="JSON",
+        help="the answer is JSON that fits this schema: its text, or the name of its file",
+    )
+    shape.add_argument("--regex", metavar="TEXT", help="the answer matches this expression")
     parser.add_argument("--trace", action="store_true", help="show which pass each token came from")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else"
@@ -54,9 +70,10 @@ def run(args: argparse.Namespace, context: Context) -> int:
         return 2
     params = sampling.params_of(args)
     check_method(args.method)
+    args.shape = _shape(args)
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt = _prompt(text, args.system, raw=args.raw)
-    with context.load(args.model, args.weights) as llm:
+    with loaded(args, context) as llm:
         if args.json:
             _print_json(llm, prompt, params, args)
         else:
@@ -75,10 +92,25 @@ def _prompt(text: str, system: str | None, *, raw: bool) -> str | list[dict[str,
     return messages
 
 
+def _shape(args: argparse.Namespace) -> Shape | None:
+    """What the answer is to look like."""
+    if args.regex is not None:
+        return Shape.regex(args.regex)
+    if args.schema is None:
+        return None
+    text = args.schema
+    if not text.lstrip().startswith("{"):
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except OSError as error:
+            raise InvalidGrammar(f"--schema {text}: {error.strerror}") from error
+    return Shape("json_schema", text)
+
+
 def _print_json(
     llm: LLM, prompt: str | list[dict[str, str]], params: SamplingParams, args: argparse.Namespace
 ) -> None:
-    [result] = llm.generate(prompt, params, method=args.method, trace=args.trace)
+    [result] = llm.generate(prompt, params, method=args.method, shape=args.shape, trace=args.trace)
     values = {"model": llm.name, "fingerprint": llm.fingerprint, **result.to_dict()}
     print(json.dumps(values, ensure_ascii=False))
 
@@ -117,7 +149,7 @@ def _stream(
 ) -> None:
     writer = screen.Writer()
     answers = _Answers(params.n, writer)
-    stream = llm.stream(prompt, params, method=args.method, trace=args.trace)
+    stream = llm.stream(prompt, params, method=args.method, shape=args.shape, trace=args.trace)
     try:
         with closing(stream):  # type: ignore[type-var]
             for chunk in stream:

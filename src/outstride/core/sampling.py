@@ -128,10 +128,12 @@ def philox(
 def random_words(draw: Draw, position: int, tokens: IntArray) -> IntArray:
     """One 32-bit word for each token id at a position: word id % 4 of the block id // 4."""
     blocks, lanes = tokens >> 2, tokens & 3
-    if len(tokens) and len(tokens) == tokens[-1] + 1:  # the whole vocabulary: each block once
-        dense = np.arange((len(tokens) + 3) >> 2)
-        words = philox(dense, position, draw.index, int(draw.purpose), draw.seed)
-        return np.stack(words, axis=1).reshape(-1)[: len(tokens)]
+    if len(tokens):
+        first, last = int(blocks.min()), int(blocks.max())
+        if last - first + 1 < len(tokens):  # much of the vocabulary: each block once
+            dense = np.arange(first, last + 1)
+            words = philox(dense, position, draw.index, int(draw.purpose), draw.seed)
+            return np.stack(words, axis=1).reshape(-1)[tokens - 4 * first]
     words = philox(blocks, position, draw.index, int(draw.purpose), draw.seed)
     return np.choose(lanes, words).astype(np.int64)
 
@@ -226,11 +228,18 @@ def exponential(words: IntArray) -> FloatArray:
 
 def gumbel(draw: Draw, position: int, tokens: IntArray) -> FloatArray:
     """The noise of each token id at a position."""
-    return -log(exponential(random_words(draw, position, tokens)))
+    return _noise(random_words(draw, position, tokens))
+
+
+def _noise(words: IntArray) -> FloatArray:
+    return -log(exponential(words))
 
 
 MAX_NOISE = np.float32(22.8739)
 """No noise is larger: a token further than this below the leader cannot win."""
+LARGE_NOISE = np.float32(6.0)
+_LARGE = int(2.0**32 * math.exp(-math.exp(-5.99)))
+"""Smaller words make smaller noise: one token in 400 is left, and no logarithm is needed to see it."""
 
 
 def uniform(draw: Draw, position: int, what: int = 0) -> float:
@@ -316,13 +325,22 @@ def best(row: FloatArray, draw: Draw, position: int, k: int = 1) -> IntArray:
     if draw.temperature == 0.0:
         return np.asarray([np.argmax(row)]) if k == 1 else _largest(row, k)
     ids, x = admitted(row, draw)
+    forbidden = ids[:0]
+    if np.isneginf(x.min()):  # they come last whatever their noise, so they need none
+        allowed = x > -np.inf
+        forbidden, ids, x = ids[~allowed], ids[allowed], x[allowed]
     if len(ids) > 4 * k:  # a first bid: whoever cannot beat it even with the largest noise is out
         leaders = np.sort(_largest(x, k))
         bid = (x[leaders] + gumbel(draw, position, ids[leaders])).min()
         able = x + MAX_NOISE >= bid
         ids, x = ids[able], x[able]
-    sums = x + gumbel(draw, position, ids)
-    return ids[_descending(sums)[:k]]
+        words = random_words(draw, position, ids)
+        able = (words >= _LARGE) | (x + LARGE_NOISE >= bid)
+        ids, x, words = ids[able], x[able], words[able]
+    else:
+        words = random_words(draw, position, ids)
+    found = ids[_descending(x + _noise(words))[:k]]
+    return np.concatenate((found, forbidden[: k - len(found)]))
 
 
 def logprobs(row: FloatArray, tokens: Sequence[int], top: int) -> list[tuple[int, float]]:

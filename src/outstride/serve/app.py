@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 import outstride
 from outstride import registry
+from outstride.serve import prove
 from outstride.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from outstride.serve.gate import Gate
 from outstride.serve.link import EngineDown
@@ -54,6 +55,7 @@ def make_app(settings: ServeSettings) -> tuple[ASGIApp, Service]:
     )
     _errors(app)
     _generation(app, service)
+    prove.add(app, service, _ERRORS)
     _tokens(app, service)
     _state(app, service)
     _page(app)

@@ -153,7 +153,11 @@ class ChatBody(Sampled):
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: Flag = None
+    # taken and not used
     reasoning_effort: str | None = None
+    verbosity: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    prediction: dict[str, Any] | None = None
 
 
 class CompletionBody(Sampled):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import pickle
 import socket
@@ -195,6 +196,7 @@ class EngineLink:
     def _greet(self, hello: Hello) -> None:
         if self.tokenizer is None or hello.fingerprint != (self.hello and self.hello.fingerprint):
             self.tokenizer = pickle.loads(hello.tokenizer)
+            gc.freeze()  # it stays, and looking through it again and again would hold up streams
         self.hello = replace(hello, tokenizer=b"")
         self._on_hello(self.hello, self.tokenizer)
         self.ready = True

@@ -11,8 +11,9 @@ from typing import Any
 from outstride import registry
 from outstride.core.contracts import Exactness
 from outstride.core.params import SamplingParams
+from outstride.core.shape import Shape
 from outstride.errors import RequestError
-from outstride.grammar.guide import Guides, Shape
+from outstride.grammar.guide import Guides
 from outstride.models.tokenizer import Tokenizer
 from outstride.serve import tools
 from outstride.serve.bodies import (
@@ -27,7 +28,7 @@ from outstride.serve.bodies import (
 from outstride.serve.settings import Refusal, ServeSettings, invalid
 from outstride.serve.wire import Hello, Job
 
-LONG = 20_000
+LONG = 4096
 """Characters from which on a text is encoded beside the event loop."""
 SIZE = 256
 """The largest number that a client may set an option to, if four times its default is not more."""
@@ -270,6 +271,8 @@ class Clerk:
                 registry.build(spec)
         except RequestError as error:
             raise invalid(str(error), "outstride") from error
+        if options.get("from", "none") not in ("", "none"):
+            raise invalid("trained parts are chosen by whoever starts the server", "outstride")
         model = options.get("model")
         if model is not None and model not in self._settings.engine.draft_models:
             raise invalid(

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outstride.grammar.guide import Shape
+from outstride.core.shape import Shape
 from outstride.serve.bodies import ChatBody, Message, Tool, ToolChoice
 from outstride.serve.settings import invalid
 

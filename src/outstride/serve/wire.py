@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from outstride.core.params import SamplingParams
-from outstride.grammar.guide import Shape
+from outstride.core.shape import Shape
 from outstride.serve.drawing import Drawing
 
 LENGTH = struct.Struct("!I")
@@ -30,6 +30,8 @@ class EngineSettings:
 
     model: str = "smollm2"
     weights: str = "auto"
+    adapter: str | None = None
+    """The folder of a diffusion adapter."""
     pages: int | None = None
     max_nodes: int = 256
     max_sequences: int = 64

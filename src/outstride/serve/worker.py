@@ -6,6 +6,7 @@ client: the HTTP process reads whatever comes at once.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import resource
@@ -17,15 +18,12 @@ from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
 
-from outstride import registry
 from outstride.core.contracts import Method
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Counts, Sequence
 from outstride.engine.cost import measure
 from outstride.engine.runner import Event, Runner, Ticket
 from outstride.errors import IntegrityError, OutstrideError, RequestError
-from outstride.grammar.guide import Guides
-from outstride.grammar.guided import guided
 from outstride.llm import LLM
 from outstride.serve.drawing import drawn
 from outstride.serve.wire import (
@@ -108,7 +106,6 @@ class Worker:
         self._llm = llm
         self._tally = Tally(llm)
         self._runner = Runner(llm.engine, after=self._flush)
-        self._guides: Guides | None = None
         self._methods: OrderedDict[str, Method] = OrderedDict()
         self._active: dict[int, Active] = {}
         self._news: list[News] = []
@@ -136,14 +133,12 @@ class Worker:
         """Everything that may take long or fail happens here, not between passes."""
         active = Active(job, self._tally.mark())
         try:
-            method, grammar = self._method(job.method), None
-            if job.shape is not None:
-                if self._guides is None:
-                    self._guides = Guides(self._llm.tokenizer, self._llm.model.vocab_size)
-                grammar = self._guides.compile(job.shape, job.params.max_tokens)
-                method = guided(method, grammar)
+            method = self._method(job.method)
+            method, grammar = self._llm.shaped(method, job.shape, job.params)
         except Exception as error:
             fault = _fault(error)
+            if isinstance(error, OutstrideError):  # it asks for what is not there
+                fault = Fault("request", fault.message)
             self._runner.ask(lambda: self._news.append(News(job.id, fault=fault, done=True)))
             return
         active.ticket = Ticket(
@@ -163,9 +158,7 @@ class Worker:
     def _method(self, spec: str) -> Method:
         found = self._methods.pop(spec, None)
         if found is None:
-            entry, _ = registry.parse(spec)
-            asks = any(option.name == "model" for option in entry.options)
-            found = self._llm.method(spec) if asks else registry.build(spec)
+            found = self._llm.build(spec)
         self._methods[spec] = found
         while len(self._methods) > METHODS:
             self._methods.popitem(last=False)
@@ -333,6 +326,7 @@ def main() -> None:
     llm = LLM(
         settings.model,
         weights=settings.weights,
+        adapter=settings.adapter,
         pages=settings.pages,
         max_nodes=settings.max_nodes,
         max_sequences=settings.max_sequences,
@@ -343,6 +337,8 @@ def main() -> None:
     for name in settings.draft_models:
         llm.method(f"draft:model={name}")
     worker = Worker(link, llm)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: looking through it again would hold up everybody each time
     worker.hello(llm.fingerprint, tokenizer)
     worker.run()
 
