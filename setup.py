@@ -12,6 +12,7 @@ setup(
             sources=["src/outstride/ops/cpu/kernels.cpp"],
             depends=[
                 "src/outstride/ops/cpu/kernels.inc",
+                "src/outstride/ops/cpu/kernels.adapter.inc",
                 "src/outstride/ops/cpu/kernels.attention.inc",
                 "src/outstride/ops/cpu/kernels.groups.inc",
             ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,23 @@ from typing import Any
 import pytest
 
 import outstride
-from outstride import LLM, AsyncLLM, SamplingParams
+from outstride import LLM, AsyncLLM, SamplingParams, Shape
 from outstride.errors import (
+    InvalidGrammar,
     InvalidPrompt,
+    ModelNotFound,
     OutstrideError,
     RequestError,
     UnknownMethod,
+    UnsupportedModel,
     VocabularyMismatch,
 )
 from outstride.llm import Prompt
 from outstride.models.load import Loaded
 from outstride.models.toy import Toy
 from tests.bench.fake import ALPHABET, FakeTokenizer, make_llm
+from tests.models.drive import random_decoder, tiny
+from tests.models.test_adapters import adapter_tensors, write_adapter
 
 PARAMS = SamplingParams(max_tokens=30, ignore_eos=True)
 
@@ -49,7 +55,7 @@ def _draft_models(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str, **_: Any) -> Loaded:
         return loaded(name, Foreign() if name == "foreign" else None, accent=1)
 
-    monkeypatch.setattr("outstride.llm.load", load)
+    monkeypatch.setattr("outstride.llm.base.load", load)
 
 
 def test_one_prompt_gives_one_result(llm: LLM) -> None:
@@ -85,6 +91,38 @@ def test_chat_applies_the_template(llm: LLM) -> None:
     assert by_text.token_ids == by_messages.token_ids == by_hand.token_ids
     two = llm.chat([messages, messages], PARAMS)
     assert [r.token_ids for r in two] == [by_hand.token_ids] * 2
+
+
+NUMBER = {"type": "integer", "minimum": 100, "maximum": 999}
+SHAPES: dict[str, tuple[Any, str]] = {
+    "schema": (NUMBER, "[1-9][0-9]{2}"),
+    "regex": (Shape.regex("[a-c]{4}(dog|cat)"), "[a-c]{4}(dog|cat)"),
+    "ebnf": (Shape.ebnf('root ::= "a" ("b" | "c") [0-9]+ "."'), r"a[bc][0-9]+\."),
+}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_answers_of_a_shape_are_the_same_under_every_method(llm: LLM, kind: str) -> None:
+    shape, expected = SHAPES[kind]
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=20, temperature=temperature, seed=3)
+        [plain] = llm.chat("hi", params, shape=shape)
+        assert re.fullmatch(expected, plain.text)
+        assert plain.finish_reason == "stop"
+        for method in ("auto", "ngram", "mix", "draft:model=small,length=3"):
+            [result] = llm.chat("hi", params, shape=shape, method=method)
+            assert result.token_ids == plain.token_ids
+        messages = [{"role": "user", "content": "hi"}]
+        chunks = list(llm.stream(messages, params, shape=shape, method="auto"))
+        assert "".join(chunk.text for chunk in chunks) == plain.text
+
+
+def test_shapes_may_differ_per_prompt_and_a_wrong_one_fails_alone(llm: LLM) -> None:
+    shapes = [NUMBER, None, Shape.regex("[a")]
+    number, free, wrong = llm.generate(["a", "b", "c"], PARAMS, shape=shapes)
+    assert 100 <= int(number.text) <= 999
+    assert free.token_ids == llm.generate("b", PARAMS)[0].token_ids
+    assert isinstance(wrong.error, InvalidGrammar)
 
 
 def test_streaming_gives_the_same_text(llm: LLM) -> None:
@@ -220,6 +258,9 @@ def test_async_surface() -> None:
             async for chunk in llm.stream("abc abc", PARAMS, method="ngram"):
                 tokens += chunk.token_ids
             assert tokens == expected[0]
+            [number] = await llm.generate("hi", PARAMS, shape=NUMBER, method="auto")
+            assert number.token_ids == sync.generate("hi", PARAMS, shape=NUMBER)[0].token_ids
+            assert 100 <= int(number.text) <= 999
             [chat] = await llm.chat("hi", PARAMS)
             assert chat.token_ids == sync.chat("hi", PARAMS)[0].token_ids
             with pytest.raises(InvalidPrompt):
@@ -256,3 +297,34 @@ def test_public_names_are_there() -> None:
         assert getattr(outstride, name) is not None
     with pytest.raises(AttributeError):
         _ = outstride.nothing
+
+
+def test_an_adapter_brings_masked_methods(tmp_path: Path) -> None:
+    """By name for all of them, or for self-drafting alone, whose text is that of plain decoding."""
+
+    def fresh() -> Loaded:
+        model: Any = random_decoder(tiny(vocab_size=len(ALPHABET)))
+        its: Any = FakeTokenizer()
+        return Loaded(model=model, tokenizer=its, name="tiny", context=512, path=tmp_path)
+
+    config = tiny(vocab_size=len(ALPHABET))
+    folder, params = write_adapter(tmp_path, config, adapter_tensors(config)), PARAMS
+    [plain] = LLM(fresh()).generate("hello", params)
+    whole = LLM(fresh(), adapter=folder)
+    methods = ["plain", "self-diffuse", "steps", "threshold:threshold=0.02", "factor:factor=3"]
+    found = whole.generate(["hello"] * 5, params, method=methods)
+    assert [result.token_ids for result in found[:3]] == [plain.token_ids] * 3
+    assert all(len(result.token_ids) == 30 for result in found)
+    assert found[4].stats.passes < 30
+    with pytest.raises(UnsupportedModel, match="already"):
+        whole.adapt(folder)
+    one = LLM(fresh())
+    [drafted] = one.generate("hello", params, method=f"self-diffuse:from={folder},length=3")
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.nodes > 4 * drafted.stats.passes
+    with pytest.raises(UnknownMethod, match="adapter"):
+        LLM(fresh()).generate("hello", params, method="self-diffuse")
+    with pytest.raises(UnknownMethod, match="adapter"):
+        LLM(fresh()).generate("hello", params, method="steps")
+    with pytest.raises(ModelNotFound, match="diffusion-adapter"):
+        LLM(fresh(), adapter="shipped")

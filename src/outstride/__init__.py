@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from outstride.core.contracts import Exactness
 from outstride.core.params import SamplingParams
+from outstride.core.shape import Shape
 from outstride.errors import OutstrideError
 from outstride.results import Chunk, Completion, Result, Stats
 
@@ -23,6 +24,7 @@ __all__ = [
     "OutstrideError",
     "Result",
     "SamplingParams",
+    "Shape",
     "Stats",
     "__version__",
 ]

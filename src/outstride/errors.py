@@ -13,6 +13,7 @@ OutstrideError
 │   ├── UnknownMethod         no method of that name, or an option it does not have
 │   ├── VocabularyMismatch    a draft model that speaks another vocabulary
 │   └── OutOfMemory           the request alone needs more cache than there is
+├── InvalidData               words or a trained part that cannot be read, or belong to another model
 ├── MethodFailed              a drafter or acceptor raised; only its own request ends
 └── IntegrityError            the cache contradicts itself: a bug, please report it
 """
@@ -70,6 +71,10 @@ class VocabularyMismatch(RequestError):
 
 class OutOfMemory(RequestError):
     """Even alone the request would need more cache pages than the engine has."""
+
+
+class InvalidData(OutstrideError):
+    """Training data, a checkpoint or a trained part is damaged, or belongs to another model."""
 
 
 class MethodFailed(OutstrideError):

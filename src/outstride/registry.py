@@ -11,8 +11,9 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import Any, TypeVar
 
 from outstride.core.contracts import Acceptor, Drafter, Exactness, Method
@@ -55,10 +56,11 @@ _methods: dict[str, Entry] = {}
 _acceptors: dict[str, type[Acceptor]] = {}
 
 
-def _describe(cls: type) -> dict[str, str]:
+def describe(cls: type, fields: tuple[str, ...] = FIELDS) -> dict[str, str]:
+    """The summary and the fields of a class, from its docstring."""
     text = inspect.cleandoc(cls.__doc__ or "")
     found = {"summary": text.split("\n\n")[0].replace("\n", " ").strip()}
-    for name in FIELDS:
+    for name in fields:
         lines = [i for i, line in enumerate(text.splitlines()) if line.startswith(f"{name}: ")]
         if len(lines) != 1:
             raise TypeError(f"{cls.__name__}: the docstring needs one line '{name}: …'")
@@ -80,7 +82,8 @@ def _exact_to(text: str) -> str:
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 
 
-def _options(cls: type) -> tuple[Option, ...]:
+def options_of(cls: type) -> tuple[Option, ...]:
+    """The options of a class: the keyword-only arguments of its constructor."""
     options = []
     for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:  # type: ignore[misc]
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
@@ -92,7 +95,8 @@ def _options(cls: type) -> tuple[Option, ...]:
             )
         required = parameter.default is inspect.Parameter.empty
         default = None if required else parameter.default
-        options.append(Option(parameter.name, kind, default, required))
+        name = parameter.name.removesuffix("_")  # an option may be a word of Python's
+        options.append(Option(name, kind, default, required))
     return tuple(options)
 
 
@@ -100,7 +104,7 @@ def method(name: str, *, family: str, acceptor: str = "match") -> Callable[[D], 
     """Registers a drafter, joined with an acceptor, as a method."""
 
     def register(cls: D) -> D:
-        about = _describe(cls)
+        about = describe(cls)
         if name in _methods:
             raise TypeError(f"two methods are called {name!r}")
         needs = about["Needs"]
@@ -113,7 +117,7 @@ def method(name: str, *, family: str, acceptor: str = "match") -> Callable[[D], 
             needs=() if needs == "nothing" else tuple(x.strip() for x in needs.split(",")),
             paper=about["Paper"],
             cost=about["Cost per step"],
-            options=_options(cls),
+            options=options_of(cls),
             drafter=cls,
             acceptor=acceptor,
         )
@@ -162,11 +166,21 @@ def parse(spec: str) -> tuple[Entry, dict[str, Any]]:
     """The entry and the options of `name` or `name:key=value,…`."""
     name, _, rest = spec.partition(":")
     found = entry(name.strip())
-    known = {option.name: option for option in found.options}
+    values = read_options(f"method {found.name!r}", found.options, rest)
+    if missing := [o.name for o in found.options if o.required and o.name not in values]:
+        raise UnknownMethod(
+            f"method {found.name!r} needs {missing[0]}: write {found.name}:{missing[0]}=…"
+        )
+    return found, values
+
+
+def read_options(owner: str, options: Iterable[Option], text: str) -> dict[str, Any]:
+    """The values in `key=value,key=value`, for options that `owner` has."""
+    known = {option.name: option for option in options}
     values: dict[str, Any] = {}
     last: Option | None = None
-    for part in filter(None, (p.strip() for p in rest.split(","))):
-        key, equals, text = part.partition("=")
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, equals, value = part.partition("=")
         option = known.get(key.strip())
         if (option is None or not equals) and last is not None and last.type is str:
             values[last.name] += "," + part  # a comma within a text
@@ -174,15 +188,11 @@ def parse(spec: str) -> tuple[Entry, dict[str, Any]]:
         last = option
         if option is None or not equals:
             raise UnknownMethod(
-                f"method {found.name!r} has no option {key.strip()!r}"
+                f"{owner} has no option {key.strip()!r}"
                 + (f"; it has {', '.join(known)}" if known else "; it has none")
             )
-        values[option.name] = _convert(found.name, option, text.strip())
-    if missing := [o.name for o in found.options if o.required and o.name not in values]:
-        raise UnknownMethod(
-            f"method {found.name!r} needs {missing[0]}: write {found.name}:{missing[0]}=…"
-        )
-    return found, values
+        values[option.name] = _convert(owner, option, value.strip())
+    return values
 
 
 def baseline(spec: str) -> str:
@@ -212,20 +222,26 @@ def _convert(name: str, option: Option, text: str) -> Any:
     )
 
 
+def _spelled(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as arguments: those that are words of Python's have a mark behind them."""
+    return {f"{name}_" if iskeyword(name) else name: options[name] for name in options}
+
+
 def build(spec: str, **given: Any) -> Method:
     """A method as the user wrote it; `given` overrides options (a model's engine name)."""
     found, values = parse(spec)
+    chosen = {**values, **given}
     try:
-        drafter = found.drafter(**{**values, **given})
+        drafter = found.drafter(**_spelled(chosen))
     except ValueError as error:
         raise UnknownMethod(f"{found.name}: {error}") from error
     judge = _acceptors[found.acceptor]
-    wanted = {option.name for option in _options(judge)}
-    known = {option.name: option.default for option in found.options} | values
+    wanted = {option.name for option in options_of(judge)}
+    known = {option.name: option.default for option in found.options} | chosen
     return Method(
         name=found.name,
         drafter=drafter,
-        acceptor=judge(**{name: value for name, value in known.items() if name in wanted}),
+        acceptor=judge(**_spelled({name: known[name] for name in known if name in wanted})),
         exactness=found.exactness,
         exact_to=found.exact_to,
         spec=spec,

@@ -20,6 +20,8 @@ END = 0
 class FakeTokenizer:
     """One token per character; what is not in the alphabet becomes some character that is."""
 
+    digest = "these letters"
+
     vocab_size = len(ALPHABET)
     eos_ids = frozenset({END})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from outstride.cli import main
 from outstride.cli.context import Context
 from outstride.core.contracts import FULL, Masking, Vision
 from outstride.errors import InvalidPrompt, UnknownMethod
-from outstride.llm import LLM
+from outstride.llm import LLM, AsyncLLM
 from outstride.models.load import Loaded
 from outstride.models.toy import Toy
 from tests.bench.fake import ALPHABET, FakeTokenizer
@@ -22,10 +23,14 @@ SIZE = len(ALPHABET)
 CANVAS = Masking(SIZE, block=None, shifted=False, causal=False)
 
 
-def masked_llm(vision: Vision = FULL, masking: Masking | None = CANVAS) -> LLM:
+def masked_model(vision: Vision = FULL, masking: Masking | None = CANVAS) -> Loaded:
     model: Any = Toy(vocab_size=SIZE, pages=256, vision=vision, masking=masking)
     tokenizer: Any = FakeTokenizer()
-    return LLM(Loaded(model=model, tokenizer=tokenizer, name="toy", context=512, path=Path("toy")))
+    return Loaded(model=model, tokenizer=tokenizer, name="toy", context=512, path=Path("toy"))
+
+
+def masked_llm(vision: Vision = FULL, masking: Masking | None = CANVAS) -> LLM:
+    return LLM(masked_model(vision, masking))
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -79,6 +84,37 @@ def test_a_masked_model_has_a_method_of_its_own_by_default() -> None:
         quiet = list(llm.stream("hello", params))
         assert all(chunk.canvas is None for chunk in quiet)
         assert len(quiet) <= len(chunks)
+
+
+def test_auto_is_the_default_of_a_model_that_only_fills_in() -> None:
+    params = SamplingParams(max_tokens=12, seed=1)
+    with masked_llm() as llm:
+        [result] = llm.generate("hello", params, method="auto")
+        assert result.outputs[0].method == llm.default_method
+        assert result.text == llm.generate("hello", params)[0].text
+    with masked_llm(Vision(4), Masking(SIZE, 4, True, True)) as llm:
+        [result] = llm.generate("hello", params, method="auto")
+        assert result.outputs[0].method == "auto"
+        assert result.text == llm.generate("hello", params, method="plain")[0].text
+
+
+def test_awaiting_fills_in_and_shows_the_canvas_alike() -> None:
+    async def scenario() -> None:
+        params = SamplingParams(temperature=0.8, seed=3, n=2)
+        with masked_llm() as llm:
+            filled = llm.fill(TEXT, params)
+            chunks = list(llm.stream("hello", params, canvas=True))
+            async with AsyncLLM(masked_model()) as other:
+                found = await other.fill(TEXT, params)
+                assert [f.text for f in found] == [f.text for f in filled]
+                assert [f.holes for f in found] == [f.holes for f in filled]
+                seen = [chunk async for chunk in other.stream("hello", params, canvas=True)]
+                assert [c.canvas for c in seen] == [c.canvas for c in chunks]
+                assert any(c.canvas for c in seen)
+                with pytest.raises(InvalidPrompt, match="no holes"):
+                    await other.fill("nothing here")
+
+    asyncio.run(scenario())
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

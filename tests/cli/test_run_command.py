@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,32 @@ def test_json(shell: Shell) -> None:
     assert output["trace"][0].keys() == {"token", "step", "source", "kind"}
     assert len(output["logprobs"][0]["top"]) == 2
     assert values["prompt_token_ids"]
+
+
+NUMBER = '{"type": "integer", "minimum": 100, "maximum": 999}'
+
+
+def test_answers_of_a_shape(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text(NUMBER)
+    for method in ("plain", "auto"):
+        for schema in (NUMBER, str(file)):
+            ran = shell("run", "hello", "--schema", schema, "--method", method)
+            assert 100 <= int(ran.out.splitlines()[0]) <= 999
+    ran = shell("run", "hello", "--json", "--regex", "[a-c]{5}", "--temperature", "1")
+    assert re.fullmatch("[a-c]{5}", json.loads(ran.out)["outputs"][0]["text"])
+
+
+def test_shapes_that_cannot_be(shell: Shell) -> None:
+    for options, words in (
+        (("--schema", "nowhere.json"), "nowhere.json"),
+        (("--schema", "{"), "json_schema"),
+        (("--regex", "[a"), "regex"),
+    ):
+        ran = shell("run", "hello", *options)
+        assert ran.code == 1
+        assert words in ran.err
+    assert shell("run", "hello", "--regex", "a", "--schema", NUMBER).code == 2
 
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -190,3 +217,15 @@ def test_the_default_model_answers(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "Paris" in out
     assert COST.fullmatch(out.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "command", ["run hello", "fill a<mask:2>", "bench quality --methods plain"]
+)
+def test_an_adapter_that_is_not_there(shell: Shell, command: str, tmp_path: Path) -> None:
+    """The folder is looked for before anything is asked."""
+    more = ["--gsm8k", str(tmp_path / "none")] if command.startswith("bench") else []
+    (tmp_path / "none").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    ran = shell(*command.split(), *more, "--adapter", str(tmp_path))
+    assert ran.code != 0
+    assert "is not a trained part" in ran.err

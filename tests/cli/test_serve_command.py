@@ -42,6 +42,7 @@ def test_every_option_arrives(
         "--name": "small",
         "--method": "steps",
         "--draft-model": "parallel-block",
+        "--adapter": "some/folder",
         "--pages": "7",
         "--max-sequences": "3",
         "--max-nodes": "33",
@@ -61,6 +62,7 @@ def test_every_option_arrives(
     assert (engine.model, engine.weights, engine.pages) == ("parallel-full", "fp32", 7)
     assert (engine.max_sequences, engine.max_nodes) == (3, 33)
     assert engine.draft_models == ("parallel-block",)
+    assert engine.adapter == "some/folder"
     assert (settings.names, settings.method) == (("small",), "steps")
     assert settings.api_keys == ("first", "second", "third")
     assert settings.origins == ("http://localhost",)

@@ -19,6 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "shifted canvas": {"vision": FULL, "masking": Masking(MASK, None, shifted=True, causal=False)},
     "in turn": {"vision": CAUSAL, "masking": Masking(MASK, None, shifted=False, causal=True)},
     "sets": {"vision": CAUSAL, "masking": Masking(MASK, 4, shifted=False, causal=True)},
+    "gated": {"vision": CAUSAL, "masking": Masking(MASK, 4, True, causal=True, gated=True)},
 }
 """How a model may see: in blocks, all at once, or causally, with masks that see each other or not."""
 
@@ -60,6 +61,7 @@ VARIANTS = {
         "guided:model=draft,agree=true",
     ],
     "any-subset": ["any-subset", "any-subset:order=random,block=4"],
+    "filter": ["filter:from=filter", "filter:from=filter,threshold=0.5,block=5"],
     "pipeline": [
         "pipeline:threshold=0.2",
         "pipeline:threshold=0.15,depth=2,start=0.5,due=0.8,penalty=0.01,block=5",
@@ -74,6 +76,7 @@ CACHED = [
     "dilated:block=6,cache=dual,refresh=2",
     "leap:anchor=0.25,relaxed=0.15,block=5,cache=stable,refresh=3",
     "credit:threshold=0.25,block=5,cache=prefix,refresh=2",
+    "filter:from=filter,block=5,cache=dual",
 ]
 """Approximate caches, for models that see a whole canvas."""
 

@@ -132,7 +132,8 @@ def test_an_end_of_text_frees_the_rest(kind: str) -> None:
                 seen += 1
         assert sequence.finish_reason in ("stop", "length")
         assert END not in sequence.output[:-1]
-    assert seen > 0 or kind == "shifted blocks", "one gap at a time, and seldom an end behind it"
+    seldom = kind in ("shifted blocks", "gated")
+    assert seen > 0 or seldom, "one gap at a time, and seldom an end behind it"
 
 
 def test_every_step_of_a_canvas_can_be_seen() -> None:
@@ -207,7 +208,7 @@ def row_behind(bench: Bench, known: list[tuple[int, int]], position: int) -> Flo
 @pytest.mark.parametrize("order", ["left", "random"])
 def test_any_subset_keeps_the_joint_distribution(order: str) -> None:
     """Chi-square over two tokens of many seeds, against the product of the model's own rows."""
-    prompt, trials = [3, 5, 3], 1500
+    prompt, trials = [3, 5, 3], 700
     params = SamplingParams(max_tokens=2, temperature=0.9, top_k=4, ignore_eos=True)
     bench = Bench(**KINDS["in turn"], pages=6 * trials, nodes=16 * trials, sequences=trials)
     method = registry.build(f"any-subset:order={order},block=2")

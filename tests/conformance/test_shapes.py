@@ -24,6 +24,7 @@ from tests.conformance.harness import (
     alone,
     some_prompts,
     toy_method,
+    yardstick,
 )
 
 CAUSAL_SHAPES: dict[str, Callable[[], Method]] = {
@@ -49,7 +50,7 @@ BLOCKS: dict[str, Any] = {
 @pytest.mark.parametrize("shape", CAUSAL_SHAPES)
 def test_causal_shapes_equal_plain(shape: str, sampling: str) -> None:
     params, prompts = SAMPLINGS[sampling], some_prompts(6, 6, most=28)
-    expected = [alone(prompt, params) for prompt in prompts]
+    expected = [yardstick(prompt, params) for prompt in prompts]
     preempted = 0
     for bench in (Bench(), Bench(pages=23, nodes=24)):
         found = bench.run(prompts, CAUSAL_SHAPES[shape](), params)

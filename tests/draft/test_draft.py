@@ -223,5 +223,6 @@ def test_a_perfect_draft_model_is_always_right() -> None:
 def test_drafters_with_a_draft_model_name_it() -> None:
     for entry in registry.entries():
         if "draft model" in entry.needs:
-            drafter: Drafter = entry.drafter(model="m")  # type: ignore[call-arg]
+            part = ",from=p" if "trained part" in entry.needs else ""
+            drafter: Drafter = registry.build(f"{entry.name}:model=m{part}").drafter
             assert drafter.models == ("m",)

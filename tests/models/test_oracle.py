@@ -64,7 +64,7 @@ def test_greedy_text_is_that_of_transformers(oracle: Any) -> None:
             results = llm.generate(
                 [asked[i] for i in numbers],
                 [SamplingParams(max_tokens=left[i], ignore_eos=True) for i in numbers],
-                method="ngram",
+                method="ngram:length=3,shortest=3",  # few nodes in vain: each costs time in fp32
             )
             for i, result in zip(numbers, results, strict=True):
                 prompt, ours = asked[i], result.token_ids

@@ -31,6 +31,7 @@ TEXTS = [
     "http://x.y/z?q=1&r=2",
     "email@x.com <|endoftext|> end",
     "\x00\x01 control",
+    "naïve 日本語 <|im_end|> it's 12\n" * 200,
 ]
 
 

@@ -11,7 +11,7 @@ from outstride import LLM, SamplingParams
 from outstride.models.checkpoint import read_tensors
 from outstride.models.config import DecoderConfig
 from outstride.models.shipped.lists import END, MASK, TASKS, cases
-from outstride.train import parallel
+from outstride.train import loop, parallel
 from outstride.train.lessons import IDS, Texts, lesson
 from outstride.train.parallel import BLOCK, CONFIGS, LENGTHS, forward, save
 
@@ -113,24 +113,21 @@ def test_a_saved_model_scores_as_the_recipe_does(kind: str, tmp_path: Path) -> N
             assert found == pytest.approx(rows, abs=1e-3)
 
 
-def test_steps_can_be_chosen_by_time() -> None:
+def test_steps_can_be_chosen_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding out how long a step takes teaches nothing."""
     said: list[str] = []
-    pace = parallel.Pace("full", 1000, 5.0, said.append)
-    loss = torch.tensor(1.0)
-    for step in range(1, 61):
-        pace.mark -= 0.1 if step > 20 else 0.0  # as if each step took a tenth of a second
-        pace.after(step, loss)
-    assert pace.steps == 60  # never fewer than were run
-    later = parallel.Pace("full", 1000, 50.0, said.append)
-    for step in range(1, 61):
-        later.mark -= 0.1 if step > 20 else 0.0
-        later.after(step, loss)
-    assert 400 <= later.steps <= 500
-    assert said[-1] == f"full: {later.steps} steps"
+    monkeypatch.setattr(loop, "_REHEARSED", (1, 1))
+    monkeypatch.setattr(parallel, "rehearsed", lambda step: loop.rehearsed(step) * 0 + 0.5)
+    options = {"batch": 8, "pool": 40, "say": said.append}
+    timed, steps = parallel.train("full", steps=0, seconds=1.6, **options)  # type: ignore[arg-type]
+    assert steps == 3
+    assert "full: 3 steps" in said
+    counted, _ = parallel.train("full", steps=3, **options)  # type: ignore[arg-type]
+    assert all(torch.equal(timed[name], counted[name]) for name in timed)
 
 
 def test_rates_rise_and_fall() -> None:
-    rates = [parallel.rate_at(step, 100, 1.0) for step in range(100)]
+    rates = [loop.rate_at(step, 100, 1.0) for step in range(100)]
     assert max(rates) == rates[9] == 1.0
     assert rates[:10] == sorted(rates[:10])
     assert rates[10:] == sorted(rates[10:], reverse=True)

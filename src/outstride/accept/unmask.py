@@ -152,8 +152,9 @@ def idle(view: View, keep: tuple[NodeId, ...]) -> Verdict:
     the block.
     """
     masking = view.masking()
-    again = masking is not None and masking.shifted and view.block() is not None
-    return Verdict(keep=() if again else keep, note=recall(view).note)
+    if masking is not None and masking.shifted:
+        keep = () if view.block() is not None else keep[:-1]
+    return Verdict(keep=keep, note=recall(view).note)
 
 
 def admissible(view: View, found: list[Guess], chosen: list[Guess]) -> list[Guess]:

@@ -2,7 +2,7 @@
 
 0    done
 1    an error of the package, a file that cannot be read, or a proof that failed
-2    the command line itself is wrong
+2    the command line itself is wrong, or nothing could be proved
 130  interrupted by Ctrl-C
 141  whoever read the output went away
 """
@@ -16,10 +16,23 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import outstride
-from outstride.cli import batch, bench, chat, fill, methods, models, prove, run, screen, serve
+from outstride.cli import (
+    batch,
+    bench,
+    chat,
+    fill,
+    methods,
+    models,
+    prove,
+    run,
+    screen,
+    serve,
+    train,
+    write_data,
+)
 from outstride.cli.context import Context, usual
 
-COMMANDS = (run, chat, fill, serve, batch, methods, models, bench, prove)
+COMMANDS = (run, chat, fill, serve, batch, methods, models, bench, prove, write_data, train)
 
 FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 

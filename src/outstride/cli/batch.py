@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from outstride.cli.context import Context, add_model_options
+from outstride.cli.context import Context, add_adapter_option, add_model_options
 from outstride.cli.serve import add_engine_options, settings_of
 
 
@@ -25,6 +25,7 @@ def add(commands: Any) -> None:
     parser.add_argument("input", type=Path, metavar="IN.jsonl", help="requests, one on each line")
     parser.add_argument("output", type=Path, metavar="OUT.jsonl", help="where the answers go")
     add_model_options(parser)
+    add_adapter_option(parser)
     add_engine_options(parser)
     parser.set_defaults(action=run)
 

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outstride.cli import sampling, screen
-from outstride.cli.context import Context, add_model_options, check_method
+from outstride.cli.context import (
+    Context,
+    add_adapter_option,
+    add_model_options,
+    check_method,
+    loaded,
+)
 from outstride.core.params import SamplingParams
 from outstride.errors import InvalidParams, InvalidPrompt
 from outstride.results import Completion
@@ -43,6 +49,7 @@ def add(commands: Any) -> None:
         allow_abbrev=False,
     )
     add_model_options(parser)
+    add_adapter_option(parser)
     parser.add_argument(
         "--method", help="name or name:key=value,… (default plain, or steps for a masked model)"
     )
@@ -55,7 +62,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     """Talks until the user leaves."""
     params = sampling.params_of(args)
     check_method(args.method)
-    with context.load(args.model, args.weights) as llm:
+    with loaded(args, context) as llm:
         method = args.method or llm.default_method
         chat = Chat(llm, method=method, params=params, system=args.system)
         llm.method(method)

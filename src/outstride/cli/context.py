@@ -37,6 +37,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_MODEL,
         help=f"alias, GGUF file, checkpoint folder or hub id (default {DEFAULT_MODEL})",
     )
+    add_weights_option(parser)
+
+
+def add_weights_option(parser: argparse.ArgumentParser) -> None:
+    """In which format a model computes."""
     parser.add_argument(
         "--weights",
         choices=("auto", "int8", "int4", "fp32", "bf16"),
@@ -45,6 +50,28 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "head in int8), fp32 on the torch reference, bf16 on an NVIDIA card "
         "(default auto: int8 where the kernels were built)",
     )
+
+
+def add_adapter_option(parser: argparse.ArgumentParser) -> None:
+    """With which adapter a model fills in masks."""
+    parser.add_argument(
+        "--adapter",
+        metavar="FOLDER",
+        help="a diffusion adapter for the model, with which it fills in masks, too: what `outstride "
+        "train diffusion-adapter` made, or `shipped` for the one that comes with the package",
+    )
+
+
+def loaded(args: argparse.Namespace, context: Context) -> LLM:
+    """The model that a command was told, with its adapter."""
+    llm = context.load(args.model, args.weights)
+    if args.adapter is not None:
+        try:
+            llm.adapt(args.adapter)
+        except BaseException:
+            llm.close()
+            raise
+    return llm
 
 
 def _load(name: str, weights: str) -> LLM:

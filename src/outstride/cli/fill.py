@@ -8,7 +8,13 @@ import sys
 from typing import Any
 
 from outstride.cli import sampling, screen
-from outstride.cli.context import Context, add_model_options, check_method
+from outstride.cli.context import (
+    Context,
+    add_adapter_option,
+    add_model_options,
+    check_method,
+    loaded,
+)
 
 
 def add(commands: Any) -> None:
@@ -22,6 +28,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("text", metavar="TEXT", help="the text; - reads it from standard input")
     add_model_options(parser)
+    add_adapter_option(parser)
     parser.add_argument(
         "--method", help="name or name:key=value,… (default steps; see `outstride methods`)"
     )
@@ -38,7 +45,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     params = sampling.params_of(args)
     check_method(args.method)
     text = sys.stdin.read().rstrip("\n") if args.text == "-" else args.text
-    with context.load(args.model, args.weights) as llm:
+    with loaded(args, context) as llm:
         found = llm.fill(text, params, method=args.method or "steps")
         if args.json:
             samples = [

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from outstride.cli.context import Context, add_model_options, check_method
+from outstride.cli.context import Context, add_adapter_option, add_model_options, check_method
 from outstride.errors import InvalidParams
 
 KEY = "OUTSTRIDE_API_KEY"
@@ -23,6 +23,7 @@ def add(commands: Any) -> None:
         allow_abbrev=False,
     )
     add_model_options(parser)
+    add_adapter_option(parser)
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)"
     )
@@ -117,6 +118,7 @@ def settings_of(args: argparse.Namespace, **more: Any) -> Any:
     engine = EngineSettings(
         model=args.model,
         weights=args.weights,
+        adapter=args.adapter,
         pages=args.pages,
         max_nodes=args.max_nodes,
         max_sequences=args.max_sequences,

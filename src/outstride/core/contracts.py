@@ -8,6 +8,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+
 from outstride.core.graph import BoolArray, FloatArray, IntArray, NodeId, TokenGraph
 from outstride.core.guess import Guess
 from outstride.core.proposal import Proposal, Scores, Verdict, Wants
@@ -37,13 +39,16 @@ class Demand:
     The plan grants at least `least` or delays the sequence, and at most `most`; `gain` is the
     expected number of accepted tokens, by which scarce nodes are shared out. A drafter that leaves
     its size to the plan says what it expects of each further node instead (`gains`, falling): it is
-    granted as many as are worth what they cost in the pass that is being planned.
+    granted as many as are worth what they cost in the pass that is being planned. If it could ask a
+    trained part first, `asking` says what it would expect of each node then; the plan decides whether
+    that is worth a pass of the part.
     """
 
     least: int = 0
     most: int = 0
     gain: float = 0.0
     gains: tuple[float, ...] = ()
+    asking: tuple[float, ...] = ()
 
 
 class Drafter:
@@ -52,6 +57,12 @@ class Drafter:
     name: str
     models: tuple[str, ...] = ()
     """The models, besides the target, that it asks."""
+    grafts: tuple[str, ...] = ()
+    """The trained parts of the target that it asks."""
+    part: str = ""
+    """The recipe that makes the parts which it can ask."""
+    part_of_draft: bool = False
+    """Whether its part belongs to the draft model and not to the target."""
     wants: Wants = Wants()
     """What it wants to learn from the target's pass, besides the tokens."""
     weighed: bool = False
@@ -168,12 +179,74 @@ class Masking:
     shifted: whether the node at position p - 1 scores position p, as in models that were once
       autoregressive; else a mask scores its own place.
     causal: whether the model may also be decoded autoregressively, with causal attention.
+    gated: whether a block in work goes through an adapter. What is settled is read without it, from
+      left to right: so a token beyond a gap stays in the block until there is none before it.
     """
 
     token: int
     block: int | None
     shifted: bool
     causal: bool
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Graft:
+    """A trained part that lives on a model: layers behind its own, with entries in the same slots.
+
+    After each pass over tokens, the model's states become the part's own entries for them, so that
+    what the model has read the part has read, whatever happened to the sequence since.
+
+    kind: the recipe that made it.
+    block: how many positions it guesses at once, the last settled token among them.
+    mask: the input that stands for an open position.
+    before, after: a correction by the token in front. A token's score behind another one is its logit
+      plus the product of their rows; `rows` says which row a token has in each.
+    chained: whether what it guesses builds on the token in front, so that it is asked level by level.
+    plane: where the states that it starts from stand in what the pages hold of a position.
+    ranks: how often its candidates were right, by depth and rank, where it gives no logits.
+    """
+
+    kind: str
+    block: int
+    mask: int
+    rows: IntArray
+    before: FloatArray
+    after: FloatArray
+    chained: bool = False
+    plane: tuple[int, int] = (0, 0)
+    ranks: FloatArray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A trained judge of guesses: a tiny network over what a pass shows of a mask.
+
+    kind: the recipe that made it.
+    inner, outer: the matrix [units, features] before the bend and the row [units] behind it.
+    threshold: the probability of staying that is enough, unless a request says otherwise.
+    """
+
+    kind: str
+    inner: FloatArray
+    inner_bias: FloatArray
+    outer: FloatArray
+    outer_bias: float
+    threshold: float
+    layer: int = 0
+    """Where it is shown states: the layer that they enter."""
+
+    def judged(self, shown: FloatArray) -> FloatArray:
+        """The probability of yes for each row that it is shown."""
+        inner = np.maximum(shown @ self.inner.T + self.inner_bias, 0.0)
+        found: FloatArray = 1.0 / (1.0 + np.exp(-(inner @ self.outer + self.outer_bias)))
+        return found
+
+    def of_states(self, states: FloatArray, *beside: float) -> FloatArray:
+        """The same for rows of hidden states, which are normalised first, and numbers beside them."""
+        x = np.nan_to_num(states, posinf=0.0, neginf=0.0).astype(np.float64)
+        x = x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + 1e-6)
+        return self.judged(np.concatenate([x, np.tile(beside, (len(x), 1))], axis=1))
 
 
 @dataclass(slots=True)
@@ -228,6 +301,10 @@ class Model(Protocol):
     page_size: int
     pages: int
     fingerprint: str
+    grafts: dict[str, Graft]
+    """Trained parts by name."""
+    filters: dict[str, Filter]
+    """Trained judges of guesses by name."""
 
     def forward(self, work: Sequence[Work]) -> Pending:
         """One pass over all graphs. Writes the cache entry of every new node to its slot."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
     from outstride.core.sequence import View
 
 T = TypeVar("T")
+EPS, SCALE = 1e-5, 4.0
+"""How a trained head is shown a probability: as log odds, cut off near 0 and 1, over this scale."""
+
+
+def shown_odds(logprob: float) -> float:
+    """A log-probability as a trained head is shown it."""
+    chance = min(max(math.exp(logprob), EPS), 1.0 - EPS)
+    return math.log(chance / (1.0 - chance)) / SCALE
 
 
 class Sign(NamedTuple):

@@ -63,6 +63,8 @@ class Proposal:
     given: how many leading nodes hold settled tokens that lack only their cache entries.
     offset: a node at position p is scored for position p + offset (1: next token, 0: itself).
     layers: the range of layers to run (None: all); from a later layer on, `hidden` is the input.
+    graft: the trained part of the model that runs instead of its layers, over the same entries. It
+      guesses: its scores are its likeliest tokens with their `values`, whatever the request's draw.
     drafted: the drafter's own distribution for each drafted node, where it has one.
     rules, draw: set by the engine from the request, for every model alike. A proposal belongs to the
       engine once it is handed over.
@@ -74,6 +76,7 @@ class Proposal:
     model: str = TARGET
     offset: int = 1
     layers: tuple[int, int] | None = None
+    graft: str = ""
     hidden: FloatArray | None = None
     drafted: Mapping[int, FloatArray] = field(default_factory=_none)
     wants: Wants = USUAL
@@ -109,6 +112,8 @@ class Scores:
     logits: FloatArray | None = None
     hidden: Mapping[int, FloatArray] = field(default_factory=_none)
     """By layer, one row per node of the graph that this pass computed."""
+    values: FloatArray | None = None
+    """The logits of `best`, from a trained part."""
 
     @classmethod
     def joined(cls, pieces: Sequence[Scores]) -> Scores:

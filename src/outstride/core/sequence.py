@@ -14,7 +14,7 @@ from outstride.core.proposal import TARGET
 from outstride.core.sampling import Draw, Purpose
 
 if TYPE_CHECKING:
-    from outstride.core.contracts import Grammar, Masking, Method, Vision
+    from outstride.core.contracts import Filter, Graft, Grammar, Masking, Method, Vision
 
 
 class Status(enum.Enum):
@@ -178,6 +178,8 @@ class Setting:
     end_tokens: Collection[int] = ()
     spell: Callable[[int], bytes] | None = None
     vocab_size: int = 0
+    grafts: Mapping[str, Graft] = field(default_factory=dict)
+    filters: Mapping[str, Filter] = field(default_factory=dict)
 
 
 NOWHERE = Setting()
@@ -193,9 +195,11 @@ class View:
         "_setting",
         "_visions",
         "allotted",
+        "ask",
         "chunk",
         "layers",
         "limit",
+        "price",
     )
 
     def __init__(
@@ -214,6 +218,10 @@ class View:
         self._visions = visions
         self.allotted = allotted
         """How many given nodes the plan granted in this step."""
+        self.ask = True
+        """Whether the plan would have a trained part asked in this step."""
+        self.price = 0.0
+        """What a node has to promise to be worth its place in this step."""
         self._features = features or {}
         self.limit = limit
         """The sequence never grows beyond this length."""
@@ -235,6 +243,7 @@ class View:
             self.layers,
             self._setting,
         )
+        view.ask, view.price = self.ask, self.price
         view._own = (state,)
         return view
 
@@ -302,6 +311,14 @@ class View:
     def masking(self, model: str = TARGET) -> Masking | None:
         """How a model fills in masks; None if it only continues."""
         return self._setting.maskings.get(model)
+
+    def graft(self, name: str) -> Graft:
+        """A trained part of the target."""
+        return self._setting.grafts[name]
+
+    def filter(self, name: str) -> Filter:
+        """A trained judge of the target's guesses."""
+        return self._setting.filters[name]
 
     def block(self, model: str = TARGET) -> int | None:
         """In blocks of which size a model reads settled tokens; None: causally."""

@@ -45,7 +45,7 @@ class Canvas(Drafter):
         full = vision.block is not None and masking is not None and masking.block is None
         if self.cache != "none" and not full:
             return f"cache={self.cache} is for models that see a whole canvas; its cache is exact"
-        if vision == CAUSAL and masking is not None and masking.shifted:
+        if vision == CAUSAL and masking is not None and masking.shifted and not masking.gated:
             return "with causal attention, shifted logits cannot be scored out of order"
         return None
 
@@ -66,7 +66,8 @@ class Canvas(Drafter):
         """Positions to compute, in blocks of which each sees those before it."""
         sheet = Sheet(view)
         if view.block() is None:
-            return [sheet.open(self.front(view))]
+            front = self.front(view)
+            return [front if gated(view) else sheet.open(front)]
         if self.cache == "none" or self._whole(view):
             return [sheet.window()]
         front, window = self.front(view), sheet.window()
@@ -107,7 +108,7 @@ class Canvas(Drafter):
 
     def _ready(self, view: View) -> list[int]:
         """Tokens beyond a gap that a causal model can read for good, in the order of settling."""
-        if view.block() is not None:
+        if view.block() is not None or gated(view):
             return []
         read = {*view.kept(), *view.order}  # what it read before, it reads again as it did
         stop = Sheet(view).stop
@@ -154,6 +155,12 @@ class Canvas(Drafter):
         """Where a block of a full canvas begins."""
         size = self.block or view.limit - view.prompt_length
         return position - (position - view.prompt_length) % size
+
+
+def gated(view: View) -> bool:
+    """Whether tokens beyond a gap are not read for good until it is closed."""
+    masking = view.masking()
+    return masking is not None and masking.gated
 
 
 def nodes_for(graph: TokenGraph, positions: Sequence[int], offset: int) -> tuple[int, ...]:

@@ -12,10 +12,13 @@ from outstride.core.contracts import Demand, Drafter, Guessing, Rounds
 from outstride.core.guess import Guess, Odds, PerTenant, Sign
 from outstride.core.proposal import Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import View
+from outstride.draft.block_drafter import BlockDrafter
 from outstride.registry import method
 
 LEAST = 0.01
 """Nodes that are expected to hold less often are not worth a thought."""
+PROMISES = tuple(0.6 * 0.78**i for i in range(48))
+"""First word on what the nodes of a tree promise that a trained part took part in."""
 
 
 @dataclass(slots=True)
@@ -137,12 +140,43 @@ def _discount(rivals: list[int], signs: list[Sign], chances: list[float], odds: 
         total += chances[node]
 
 
+class Forecast:
+    """What the nodes of a joined tree promised of late, best first: a falling average of trees."""
+
+    QUICK = 0.15
+
+    def __init__(self, base: Forecast | None = None) -> None:
+        self.gains: list[float] = list(base.gains if base else PROMISES)
+        self._base = base
+
+    def learn(self, gains: Sequence[float]) -> None:
+        """Enters a tree's gains, falling."""
+        if self._base is not None:
+            self._base.learn(gains)
+        mine, quick = self.gains, self.QUICK
+        for i in range(len(mine)):
+            mine[i] += quick * ((gains[i] if i < len(gains) else 0.0) - mine[i])
+
+    def fade(self) -> None:
+        """Nobody asked: in time, the first word counts again, and somebody asks."""
+        for i, first in enumerate(PROMISES):
+            self.gains[i] += 0.02 * (first - self.gains[i])
+
+    def over(self, gains: Sequence[float]) -> tuple[float, ...]:
+        """What a tree promises that holds these guesses too."""
+        mine = self.gains
+        return tuple(max(gain, gains[i]) if i < len(gains) else gain for i, gain in enumerate(mine))
+
+
 @dataclass(slots=True)
 class _State:
     """One sequence: its drafters' states, how often they were right, and the guess at hand."""
 
     parts: list[Any]
     odds: Odds
+    forecast: Forecast
+    guesses: list[Guess]
+    """What was looked up."""
     joined: Joined | None = None
     end: int = -1
     """Where the guess at hand begins."""
@@ -159,7 +193,8 @@ class Mix(Drafter):
     """Joins several drafters in one tree, best expected gain first, what is the same merged.
 
     How often each kind of guess holds is tracked, for the sequence and for everybody (of a tenant),
-    whether it was drafted or not.
+    whether it was drafted or not. A trained part, if there is one for the model (`from` names its
+    folder, or `none`), is asked as well.
 
     Paper: none of its own; trees from several sources as in Sequoia (Chen et al., 2024) and
       PPD (Chen et al., 2024), here with odds that are tracked instead of trained
@@ -169,35 +204,38 @@ class Mix(Drafter):
     """
 
     trimmable = True  # `propose` adds nothing but labels
+    part = "block-drafter"
 
-    def __init__(self, *, parts: str = "suffix+recycle", nodes: int = 32) -> None:
+    def __init__(self, *, parts: str = "suffix+recycle", nodes: int = 32, from_: str = "") -> None:
         if nodes < 1:
             raise ValueError("needs nodes >= 1")
         self.nodes = nodes
         self._drafters = [self._part(name) for name in parts.split("+")]
+        self._trained = BlockDrafter(from_=from_, nodes=2 * nodes) if from_ else None
+        self.grafts = self._trained.grafts if self._trained else ()
         self.wants = Wants(best=max(drafter.wants.best for drafter in self._drafters))
-        self._odds = PerTenant(lambda: Odds(weight=12.0))
+        self._odds = PerTenant(lambda: (Odds(weight=12.0), Forecast()))
 
     @staticmethod
     def _part(name: str) -> Drafter:
         drafter = registry.build(name.strip()).drafter
-        if drafter.models or type(drafter).propose is not Drafter.propose:
+        if drafter.models or drafter.grafts or type(drafter).propose is not Drafter.propose:
             raise ValueError(f"{name!r} cannot be joined: it does more than look up a guess")
         return drafter
 
     # --- what there is to draft ---------------------------------------------------------------------
 
     def _made(self, view: View, most: int) -> Joined | None:
-        """The guess at hand, made anew if the text has grown."""
+        """What was looked up, anew if the text has grown."""
         state: _State | None = view.state
         if state is None or view.pending() != 1 or view.limit - view.end <= 1:
             return None
         if state.end != view.end:
-            guesses = []
+            state.guesses = []
             for drafter, its in zip(self._drafters, state.parts, strict=True):
                 if found := _run(drafter.guess(view.with_state(its), most)):
-                    guesses.append(found)
-            state.joined, state.end = Joined.of(guesses, state.odds), view.end
+                    state.guesses.append(found)
+            state.joined, state.end = Joined.of(state.guesses, state.odds), view.end
         return state.joined
 
     def demand(self, view: View) -> Demand:
@@ -205,12 +243,21 @@ class Mix(Drafter):
         if joined is None:
             return Demand()
         gains = joined.gains[: self.nodes]
+        if self._trained is not None:
+            return Demand(most=self.nodes, gain=sum(view.state.forecast.gains[: self.nodes]))
         return Demand(most=len(gains), gain=sum(gains))
 
     def guess(self, view: View, room: int) -> Guessing:
-        yield from ()
         joined = self._made(view, self.nodes)
-        return Guess() if joined is None else joined.best(room)
+        if joined is None:
+            return Guess()
+        if self._trained is not None and view.ask:
+            state: _State = view.state
+            found = yield from self._trained.guess(view, 2 * self.nodes)
+            state.joined = joined = Joined.of([*state.guesses, found], state.odds)
+            state.forecast.learn(joined.gains)
+            room = min(room, sum(gain >= view.price for gain in joined.gains))
+        return joined.best(room)
 
     def propose(self, view: View, room: int) -> Rounds:
         proposal = yield from super().propose(view, room)
@@ -228,11 +275,13 @@ class Mix(Drafter):
         state: _State | None = view.state
         if state is None:
             kind = "greedy" if view.params.temperature == 0.0 else "sampled"
-            odds = Odds(self._odds.of(f"{kind} {view.salt}"))
-            state = _State([None] * len(self._drafters), odds)
+            odds, forecast = self._odds.of(f"{kind} {view.salt}")
+            state = _State([None] * len(self._drafters), Odds(odds), Forecast(forecast), [])
         elif state.joined is not None:
             state.joined.learn(view.tokens[state.end :], state.odds)
             state.joined = None
+        if not view.ask:
+            state.forecast.fade()
         drafted = len(proposal.graph) - proposal.given
         state.idle = 0 if drafted else state.idle + 1
         state.last = drafted or state.last
@@ -259,7 +308,8 @@ class Auto(Mix):
 
     After every step it weighs what each further token is expected to bring, by tracked odds, against
     what one more node costs in the pass at hand, by a cost curve that is measured at the start and
-    corrected on line. Under load it shrinks to plain decoding by itself, and comes back.
+    corrected on line. Under load it shrinks to plain decoding by itself, and comes back. A trained part
+    of the model, the one that is shipped or that `from` names, is asked where that pays.
 
     Paper: none of its own; thresholds as in SpecDec++ (Huang et al., 2024), trees fitted to measured
       hardware as in PPD (Chen et al., 2024) and Sequoia (Chen et al., 2024)
@@ -273,8 +323,8 @@ class Auto(Mix):
     """After so many steps in which nothing paid, it looks only now and then."""
     SELDOM = 4
 
-    def __init__(self, *, parts: str = "suffix+recycle", nodes: int = 48) -> None:
-        super().__init__(parts=parts, nodes=nodes)
+    def __init__(self, *, parts: str = "suffix+recycle", nodes: int = 48, from_: str = "") -> None:
+        super().__init__(parts=parts, nodes=nodes, from_=from_)
 
     def demand(self, view: View) -> Demand:
         state: _State | None = view.state
@@ -284,7 +334,13 @@ class Auto(Mix):
         if state.resting:
             return Demand()
         joined = self._made(view, min(self.nodes, 2 * state.last + 4))
-        return Demand() if joined is None else Demand(gains=tuple(joined.gains[: self.nodes]))
+        if joined is None:
+            return Demand()
+        gains = tuple(joined.gains[: self.nodes])
+        asking: tuple[float, ...] = ()
+        if self._trained is not None:
+            asking = state.forecast.over(gains)[: self.nodes]
+        return Demand(gains=gains, asking=asking)
 
     def propose(self, view: View, room: int) -> Rounds:
         if view.state is not None and view.state.resting:

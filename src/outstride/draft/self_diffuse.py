@@ -20,23 +20,31 @@ class SelfDiffuse(Drafter):
 
     A pass verifies the tokens of the draft like any other, and carries `length` masks below each of
     them. Below the last token that holds, they have been filled in already: that is the next draft.
-    The text is that of plain decoding.
+    The text is that of plain decoding. `from` names the folder of a diffusion adapter, for models that
+    know no masks by themselves; without it, the one that is shipped for the model.
 
     Paper: Set Block Decoding, SBD (Gat et al., 2025); WeDLM (Liu et al., 2025); gated LoRA as in
       Samragh et al. (2025)
     Exactness: exact
-    Needs: a masked model that also decodes causally
+    Needs: a masked model that also decodes causally or a diffusion adapter
     Cost per step: up to `length` masks for each drafted token and for the last settled one
     """
 
-    def __init__(self, *, length: int = 4) -> None:
+    part = "diffusion-adapter"
+
+    def __init__(self, *, length: int = 4, from_: str = "") -> None:
         if length < 2:
             raise ValueError("needs length >= 2: the first mask stands where the next token will")
         self.length = length
+        del from_  # attached to the model, it needs no further word
 
     def fits(self, vision: Vision, masking: Masking | None) -> str | None:
         if masking is None or not masking.causal:
-            return "it needs one that fills in masks and also decodes causally"
+            return (
+                "it needs one that fills in masks and also decodes causally, or an adapter: make one "
+                "with `outstride train diffusion-adapter`, and name its folder, as in "
+                "self-diffuse:from=FOLDER"
+            )
         return None
 
     def _size(self, drafted: int) -> int:
@@ -78,7 +86,7 @@ class SelfDiffuse(Drafter):
             return []
         masks = [NodeId(below[0] + i) for i in range(self.length)]
         if masking.shifted:  # each scores the place behind it
-            return [int(scores.token(node)) for node in masks[:-1]]
+            return [int(scores.token(node)) for node in masks]
         return [self._guess(proposal, scores, node) for node in masks[1:]]
 
     def _guess(self, proposal: Proposal, scores: Scores, node: NodeId) -> int:

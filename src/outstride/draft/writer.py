@@ -63,6 +63,11 @@ class Writer(Drafter):
         """How many levels to write."""
         return min(self.length, view.limit - view.end - 1, room)
 
+    def asking(self, view: View) -> Wants:
+        """What is wanted of the draft model for each node that is continued."""
+        del view
+        return self.asks
+
     def branches(self, view: View, scores: Scores, above: Branch, at: int) -> list[Branch]:
         """What may stand behind a branch at position `at`, in order."""
         raise NotImplementedError
@@ -85,7 +90,7 @@ class Writer(Drafter):
                 above = root if branch.parent < 0 else written[branch.parent]
                 branch.node = NodeId(len(graph))
                 graph = graph.grow(chain([branch.token], view.end + level - 1), at=above.node)
-            asked = replace(self.asks, nodes=tuple(branch.node for branch in going))
+            asked = replace(self.asking(view), nodes=tuple(branch.node for branch in going))
             draw = Draw(purpose=self.purpose)
             scores = yield Proposal(graph, len(own), self.model, wants=asked, draw=draw)
             fresh: list[Branch] = []

@@ -1,11 +1,18 @@
-"""What a step costs against the number of nodes in its pass: measured at first, corrected on line."""
+"""What a step costs against the number of nodes in its pass: measured at first, corrected on line.
+
+Nodes that read a prompt are reckoned apart: each looks at all that is cached before it, so that the
+same number of them costs the more, the further a prompt has been read.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import TypeAlias
 
 import numpy as np
 
@@ -19,6 +26,56 @@ KNOTS = (1, 2, 4, 8, 16, 32, 64)
 CACHED = 128
 ROUNDS = 5
 CANDIDATES = 8
+ASKING = 0.2
+"""What a pass of a trained part is taken to cost, in plain passes, until one was made."""
+FURTHER = 0.35
+"""What each further sequence adds to it."""
+STEPS = 31
+"""Of so many steps the one in the middle is the usual one."""
+FAR = 2048
+"""Behind so many entries it is measured what reading costs there."""
+PIECE = 16
+"""Nodes of such a piece of a prompt."""
+Pieces: TypeAlias = Sequence[tuple[int, int]]
+"""Parts of a pass, one of each sequence: how many nodes, behind how many entries."""
+
+
+class Reading:
+    """Seconds by which a pass takes longer because pieces of prompts are read in it.
+
+    A piece costs so much for each of its nodes (`node`), so much for each entry that a node looks at
+    (`look`), and so much for each entry that it has to fetch at all (`fetch`). After each step, the
+    parts that made up most of what was foreseen are corrected most.
+    """
+
+    QUICK = 0.2
+
+    def __init__(self, node: float, look: float = 0.0, fetch: float = 0.0) -> None:
+        self.node, self.look, self.fetch = node, look, fetch
+
+    def seconds(self, nodes: int, cached: int) -> float:
+        """What a piece of so many nodes costs behind so many entries."""
+        return sum(self._parts(nodes, cached)) if nodes else 0.0
+
+    def _parts(self, nodes: int, cached: int) -> tuple[float, float, float]:
+        looks = nodes * (cached + 0.5 * nodes)
+        return self.node * nodes, self.look * looks, self.fetch * cached
+
+    def fits(self, seconds: float, cached: int) -> int:
+        """The largest piece that costs no more than this behind so many entries."""
+        left, each, bend = seconds - self.fetch * cached, self.node + self.look * cached, self.look
+        if left <= 0.0:
+            return 0
+        return int(2.0 * left / (each + math.sqrt(each * each + 2.0 * bend * left)))
+
+    def observe(self, pieces: Pieces, seconds: float) -> None:
+        """Enters by how much a pass took longer because of these pieces."""
+        node, look, fetch = map(sum, zip(*(self._parts(*piece) for piece in pieces), strict=True))
+        foreseen = node + look + fetch
+        ratio = min(max(seconds / foreseen, 0.5), 2.0)
+        self.node *= ratio ** (self.QUICK * node / foreseen)
+        self.look *= ratio ** (self.QUICK * look / foreseen)
+        self.fetch *= ratio ** (self.QUICK * fetch / foreseen)
 
 
 class Cost:
@@ -38,11 +95,26 @@ class Cost:
         self._values = _rising([float(seconds[n]) for n in self._knots])
         self._frozen = frozen
         self._curve: list[float] = []
-        self.reading = (self._values[-1] - self._values[0]) / max(
-            self._knots[-1] - self._knots[0], 1
-        )
-        """Seconds for each node that reads a prompt beside others that talk, as of late."""
-        self.reading = max(self.reading, 0.01 * self._values[0])
+        node = (self._values[-1] - self._values[0]) / max(self._knots[-1] - self._knots[0], 1)
+        self.reading = Reading(max(node, 0.01 * self._values[0]))
+        """What it costs beside others that talk."""
+        self._behind = float(CACHED)
+        """Behind how many entries sequences stood, on average, when the curve was last corrected."""
+        self._drift = 0.0
+        self._paces: deque[float] = deque(maxlen=STEPS)
+        """How long recent steps took, against the curve as it was at first: logarithms."""
+        self._asking = ASKING * self._values[0]
+
+    def asking(self, count: int) -> float:
+        """Seconds for which trained parts keep so many sequences waiting."""
+        return self._asking * (1.0 + FURTHER * (count - 1))
+
+    def observe_asking(self, count: int, seconds: float) -> None:
+        """Enters what a pass of trained parts took, for so many sequences."""
+        if not self._frozen:
+            found = seconds / (1.0 + FURTHER * (count - 1))
+            found = min(max(found, 0.5 * self._asking), 2.0 * self._asking)
+            self._asking += self.QUICK * (found - self._asking)
 
     @property
     def knots(self) -> dict[int, float]:
@@ -62,21 +134,40 @@ class Cost:
             self._curve = found.tolist()
         return self._curve
 
-    def observe(self, nodes: int, seconds: float, read: int = 0) -> None:
+    def talking(self, pieces: Pieces) -> float:
+        """Seconds of a pass over those who talk, the further on they are, the more."""
+        nodes = sum(size for size, _ in pieces)
+        look, fetch = self.reading.look, self.reading.fetch
+        further = sum((look * size + fetch) * (cached - self._behind) for size, cached in pieces)
+        usual = self.curve(nodes)[nodes]
+        return self._calm() * max(usual + further, 0.5 * usual)
+
+    def _calm(self) -> float:
+        """What is usual against what the curve says, which the last few steps may have pushed up."""
+        if len(self._paces) < STEPS:
+            return 1.0
+        return math.exp(min(median(self._paces) - self._drift, 0.0))
+
+    def observe(
+        self, nodes: int, seconds: float, pieces: Pieces = (), talking: Pieces = ()
+    ) -> None:
         """Enters what a step took; one step says little, for something else may have held it up.
 
-        If `read` of its nodes only read a prompt, what they cost is told apart: the longer the
-        prompt, the more it costs to read on, which is no fault of the curve.
+        If some of its nodes only read prompts, in `pieces`, what these cost beside those who talk is
+        told apart: that reading on gets dearer is no fault of the curve.
         """
         if self._frozen or nodes < 1 or seconds <= 0.0:
             return
-        ratio = min(max(seconds / self.curve(nodes)[nodes], 0.5), 2.0)
-        if read:
-            if read < nodes:
-                each = max(seconds - self.curve(nodes)[nodes - read], 0.0) / read
-                each = min(max(each, 0.5 * self.reading), 2.0 * self.reading)
-                self.reading += self.QUICK * (each - self.reading)
+        if pieces:
+            if talking:
+                self.reading.observe(pieces, seconds - self.talking(talking))
             return
+        if talking:
+            behind = sum(cached for _, cached in talking) / len(talking)
+            self._behind += self.QUICK * (behind - self._behind)
+        ratio = min(max(seconds / self.curve(nodes)[nodes], 0.5), 2.0)
+        self._paces.append(self._drift + math.log(ratio))
+        self._drift += self.QUICK * math.log(ratio)
         self._values = [value * ratio**self.QUICK for value in self._values]
         right = min(bisect_right(self._knots, nodes), len(self._knots) - 1)
         left = max(right - 1, 0)
@@ -108,25 +199,59 @@ def measure(model: Model, pool: PagePool, most: int) -> Cost | None:
     table = Table()
     if not knots or pool.reserve(table, CACHED + knots[-1]) is None:
         return None
-    numbers = np.random.default_rng(0)
+    clock = _Clock(model, pool, table)
     times: dict[int, list[float]] = {nodes: [] for nodes in knots}
-
-    def run(nodes: int) -> float:
-        tokens = numbers.integers(0, model.vocab_size, nodes)
-        graph = chain(tokens[:1], len(table))
-        if nodes > 1:  # two branches at each node, as drafts have them
-            graph = graph.grow(tree(tokens[1:], np.arange(nodes - 1) // 2 - 1, len(table) + 1))
-        proposal = Proposal(graph, 1, wants=Wants(best=CANDIDATES))
-        work = Work(proposal, table, pool.slots(table, nodes))
-        start = time.perf_counter()
-        model.forward([work]).wait()
-        return time.perf_counter() - start
-
-    run(CACHED)
+    clock.run(CACHED)
     table.positions = list(range(CACHED))
     for _ in range(ROUNDS):
         for nodes in knots:
-            times[nodes].append(run(nodes))
+            times[nodes].append(clock.run(nodes))
+    cost = Cost({nodes: median(seconds) for nodes, seconds in times.items()})
+    far = min(FAR, room + CACHED - PIECE)
+    if far > 2 * CACHED and pool.reserve(table, far + PIECE - CACHED) is not None:
+        _measure_reading(cost.reading, clock, far)
     table.positions = []
     pool.close(table)
-    return Cost({nodes: median(seconds) for nodes, seconds in times.items()})
+    return cost
+
+
+def _measure_reading(reading: Reading, clock: _Clock, far: int) -> None:
+    """What a node and a piece of a prompt cost more behind many entries than behind few.
+
+    Whatever these entries hold: that has no part in how long it takes.
+    """
+    lengths, sizes = (CACHED, far), (1, PIECE)
+    times: dict[tuple[int, int], list[float]] = {(n, at): [] for n in sizes for at in lengths}
+    for _ in range(ROUNDS):
+        for nodes, cached in times:
+            clock.table.positions = list(range(cached))
+            times[nodes, cached].append(clock.run(nodes, prompt=True))
+    one, piece = (
+        (min(times[nodes, far]) - min(times[nodes, CACHED])) / (far - CACHED) for nodes in sizes
+    )
+    least = 1e-6 * reading.node  # what is nothing could never be corrected
+    reading.look = max((piece - one) / (PIECE - 1), least)
+    reading.fetch = max(one - reading.look, least)
+
+
+class _Clock:
+    """Times passes over one table."""
+
+    def __init__(self, model: Model, pool: PagePool, table: Table) -> None:
+        self._model, self._pool, self.table = model, pool, table
+        self._numbers = np.random.default_rng(0)
+
+    def run(self, nodes: int, *, prompt: bool = False) -> float:
+        """Seconds of a pass over a tree, or over a piece of a prompt."""
+        table, wants = self.table, Wants(best=CANDIDATES)
+        tokens = self._numbers.integers(0, self._model.vocab_size, nodes)
+        graph = chain(tokens if prompt else tokens[:1], len(table))
+        if prompt:
+            wants = Wants(nodes=())
+        elif nodes > 1:  # two branches at each node, as drafts have them
+            graph = graph.grow(tree(tokens[1:], np.arange(nodes - 1) // 2 - 1, len(table) + 1))
+        proposal = Proposal(graph, len(graph) if prompt else 1, wants=wants)
+        work = Work(proposal, table, self._pool.slots(table, nodes))
+        start = time.perf_counter()
+        self._model.forward([work]).wait()
+        return time.perf_counter() - start

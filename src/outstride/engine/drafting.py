@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any
 
@@ -30,14 +31,17 @@ class Drafting:
         self._roster = roster
         self._ledger = ledger
         self._chunk = chunk
+        self.asked: tuple[int, float] = 0, 0.0
+        """How many sequences asked trained parts in this step, and how long these took."""
 
     def propose(self, plan: Plan) -> list[Turn]:
         """A proposal for the target from everybody who has a share."""
         turns: list[Turn] = []
+        self.asked = 0, 0.0
         rounds, found = {}, {}
         for share in plan.shares:
             sequence = share.sequence
-            view = self._passes.view(sequence, self._chunk, share.given)
+            view = self._passes.view(sequence, self._chunk, share)
             turn = Turn(share, sequence, view, reading=share.given < share.pending)
             turns.append(turn)
             drafter = sequence.method.drafter
@@ -102,9 +106,13 @@ class Drafting:
                     self._roster.fail(turn.sequence, error)
             inbox = {}
             for name, proposals in asked.items():
+                start = time.perf_counter()
                 inbox.update(
                     zip(proposals, self._passes.forward(name, proposals).wait(), strict=True)
                 )
+                if grafted := sum(bool(proposal.graft) for proposal in proposals.values()):
+                    seconds = self.asked[1] + time.perf_counter() - start
+                    self.asked = self.asked[0] + grafted, seconds
                 self._ledger.count_round(name, [turn.sequence for turn in proposals])
         return results
 

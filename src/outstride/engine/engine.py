@@ -21,7 +21,7 @@ from outstride.engine.drafting import Drafting
 from outstride.engine.ledger import Ledger, Progress
 from outstride.engine.passes import Passes, Turn
 from outstride.engine.roster import Roster
-from outstride.engine.scheduler import Limits, Scheduler
+from outstride.engine.scheduler import Limits, Scheduler, pieces_of
 from outstride.engine.stopping import Spell
 
 Tell = Callable[[list[Progress]], None]
@@ -74,8 +74,12 @@ class Engine:
             self.commit(verdicts, scores)
         nodes = self.ledger.record(turn.proposal for turn in turns)
         if self.scheduler.cost is not None:
-            read = sum(turn.share.given for turn in turns if turn.reading)
-            self.scheduler.cost.observe(nodes, time.perf_counter() - start, read)
+            pieces, talking = pieces_of(turn.share for turn in turns)
+            asking, held = self.drafting.asked
+            if asking:
+                self.scheduler.cost.observe_asking(asking, held)
+            seconds = time.perf_counter() - start - held
+            self.scheduler.cost.observe(nodes, seconds, pieces, talking)
 
     def _demand(self, sequence: Sequence) -> Demand:
         if type(sequence.method.drafter).demand is Drafter.demand:

@@ -38,6 +38,8 @@ class Turn:
     """What the target scores: there once drafting is done."""
     ran: dict[str, Proposal] = field(default_factory=dict)
     """What each model scored last in this step."""
+    asked: dict[str, Proposal] = field(default_factory=dict)
+    """What each trained part scored last in this step, where it goes on from its own states."""
 
 
 class Passes:
@@ -54,8 +56,15 @@ class Passes:
         self.visions: dict[str, Vision] = {}
         self._end_tokens = frozenset(end_tokens)
         self._maskings: dict[str, Masking | None] = {}
-        size = models[TARGET].vocab_size
-        self.setting = Setting(self._maskings, self._end_tokens, spell, size)
+        target = models[TARGET]
+        self.setting = Setting(
+            self._maskings,
+            self._end_tokens,
+            spell,
+            target.vocab_size,
+            target.grafts,
+            target.filters,
+        )
         self._readers: dict[str, Callable[[Table, int], FloatArray]] = {}
         for name, model in models.items():
             self.add(name, model)
@@ -67,6 +76,10 @@ class Passes:
         self._maskings[name] = model.masking
         self._readers[name] = model.feature
 
+    def adapted(self, name: str) -> None:
+        """Looks again how a model fills in masks: an adapter was attached to it."""
+        self._maskings[name] = self.models[name].masking
+
     def vision(self, name: str, drafter: Drafter) -> Vision:
         """How a model reads settled tokens under a method."""
         return self.visions[name] if name in drafter.fills else CAUSAL
@@ -76,8 +89,8 @@ class Passes:
             return self.visions
         return {name: self.vision(name, drafter) for name in self.models}
 
-    def view(self, sequence: Sequence, chunk: int, allotted: int = 0) -> View:
-        """What a method may know of its sequence in this step."""
+    def view(self, sequence: Sequence, chunk: int, share: Share | None = None) -> View:
+        """What a method may know of its sequence in this step, before and after the plan."""
         if models := sequence.method.drafter.models:
             for name in models:
                 if name not in sequence.tables and sequence.tables:
@@ -90,12 +103,18 @@ class Passes:
             readers, setting = self._readers, self.setting
             view = View(sequence, visions, sequence.limit, 0, chunk, readers, layers, setting)
             sequence.view = view
-        view.allotted = allotted
+        view.allotted = 0
+        if share is not None:
+            view.allotted, view.ask, view.price = share.given, share.ask, share.price
         return view
 
     def reserve(self, turn: Turn, proposal: Proposal) -> bool:
         """Pages for a round of another model; the target's own were reserved by the plan."""
         name, sequence = proposal.model, turn.sequence
+        if proposal.graft:
+            moves = self.pools[name].reserve(sequence.tables[name], len(proposal.graph))
+            self.move(name, moves or Moves())
+            return moves is not None
         if name == TARGET:
             if len(proposal.graph) > turn.share.given + turn.share.room:
                 raise MethodFailed("a proposal larger than its share")
@@ -110,6 +129,8 @@ class Passes:
 
     def prepare(self, turn: Turn, proposal: Proposal, *, draft: bool = False) -> Proposal:
         """The proposal with the request's rules, wanting also what the request wants to know."""
+        if proposal.graft:
+            return proposal
         ran = turn.ran.get(proposal.model)
         if ran is not None and not proposal.graph.starts_with(ran.graph):
             raise MethodFailed("a later round must extend the graph of the earlier one")
@@ -149,9 +170,16 @@ class Passes:
         pool, work = self.pools[name], []
         for turn, proposal in proposals.items():
             table, first = turn.sequence.tables[name], 0
-            if (ran := turn.ran.get(name)) is not None and ran.layers == proposal.layers:
-                first = len(ran.graph)
-            turn.ran[name] = proposal
+            if proposal.graft:  # what it leaves in the slots, the pass writes over
+                ran = turn.asked.get(proposal.graft)
+                chained = self.setting.grafts[proposal.graft].chained
+                if chained and ran is not None and proposal.hidden is None:
+                    first = len(ran.graph) if proposal.graph.starts_with(ran.graph) else 0
+                turn.asked[proposal.graft] = proposal
+            else:
+                if (ran := turn.ran.get(name)) is not None and ran.layers == proposal.layers:
+                    first = len(ran.graph)
+                turn.ran[name] = proposal
             work.append(Work(proposal, table, pool.slots(table, len(proposal.graph.tokens)), first))
         return self.models[name].forward(work) if work else Done()
 

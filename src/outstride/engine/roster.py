@@ -251,7 +251,7 @@ def _check_kind(
             if model.masking is None:
                 raise UnknownMethod(
                     f"method {method.name} fills in masks, and {what} knows none; "
-                    "use an autoregressive method, such as plain"
+                    "use an autoregressive method, such as plain, or attach a diffusion adapter"
                 )
         elif model.vision.block is not None and not (model.masking and model.masking.causal):
             raise UnknownMethod(

@@ -17,7 +17,7 @@ loses its entries and is read again later, which changes nothing of what it will
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from outstride.cache.pool import Moves, PagePool
@@ -26,7 +26,7 @@ from outstride.core.proposal import TARGET
 from outstride.core.sequence import Sequence, Status, Table
 from outstride.engine.cost import Cost
 
-PATIENCE = 2.5
+PATIENCE = 2.0
 """How many times as long as usual a pass may take because somebody's prompt is read in it. If more
 sequences read than talk, so many times more: then those who wait are the others."""
 PROGRESS = 4
@@ -48,6 +48,24 @@ class Share:
     """How many settled tokens the target has not read."""
     gain: float = 0.0
     """Accepted tokens expected of nodes that the plan granted for what they are worth."""
+    ask: bool = True
+    """Whether a trained part is worth asking."""
+    price: float = 0.0
+    """What a node has to promise to be worth its place."""
+    cached: int = 0
+    """Behind how many entries of the target it stands."""
+
+
+def pieces_of(shares: Iterable[Share]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """What of a pass reads prompts, and what talks: how many nodes, behind how many entries."""
+    reading, talking = [], []
+    for share in shares:
+        whole = share.given == share.pending
+        if not whole or (share.given > 1 and share.sequence.block is None):
+            reading.append((share.given - whole, share.cached))
+        else:
+            talking.append((share.given + share.room, share.cached))
+    return reading, talking
 
 
 @dataclass(slots=True)
@@ -56,6 +74,17 @@ class Plan:
 
     shares: list[Share] = field(default_factory=list)
     moves: Moves = field(default_factory=Moves)
+
+
+@dataclass(frozen=True, slots=True)
+class _Worth:
+    """Nodes that are worth their cost: by sequence, what is expected of each."""
+
+    rate: float
+    """Tokens per second."""
+    granted: dict[int, list[float]]
+    price: float
+    """What a node costs, in tokens."""
 
 
 class _Demands(dict[Sequence, Demand]):
@@ -149,7 +178,7 @@ class Scheduler:
             self.running,  # readers come last
             key=lambda s: (reads[s], served.get(s.id, 0), s.priority, s.id),
         )
-        preempted, talking = False, 0
+        preempted = False
         places = self.limits.sequences - len(self.running)
         readers = sum(reads.values()) + min(len(self.waiting), places)
         for sequence in order:
@@ -158,7 +187,7 @@ class Scheduler:
                 continue
             room = budget
             if reads[sequence]:
-                room = self._readable(sequence, budget, talking, readers)
+                room = self._readable(sequence, budget, readers, plan)
             share = self._least(sequence, pending[sequence], demands[sequence], room, plan)
             if share is None:
                 continue
@@ -166,25 +195,31 @@ class Scheduler:
                 preempted = True
                 continue
             budget -= share.given + share.room
-            talking += 0 if reads[sequence] else share.given + share.room
             plan.shares.append(share)
         if not preempted:
-            budget = self._admit(plan, demands, budget, talking, readers)
+            budget = self._admit(plan, demands, budget, readers)
         budget = self._widen(plan, demands, budget)
         self._weigh(plan, demands, budget)
         for share in plan.shares:
             served[share.sequence.id] = self._clock
         return plan
 
-    def _readable(self, sequence: Sequence, budget: int, talking: int, readers: int) -> int:
-        """How much a prompt may read beside `talking` nodes of others, so that these hardly wait."""
+    def _readable(self, sequence: Sequence, budget: int, readers: int, plan: Plan) -> int:
+        """How much a prompt may read in a pass in which others talk, so that these hardly wait.
+
+        What a piece costs depends on how much of the prompt is cached already: later ones are smaller.
+        """
+        pieces, talking = pieces_of(plan.shares)
         if self.cost is None or not talking or sequence.block is not None:
             return budget
-        usual = self.cost.curve(self.limits.nodes)[talking]
-        patience = PATIENCE * max(1.0, readers / talking)
-        bound = max(int((patience - 1.0) * usual / self.cost.reading), PROGRESS)
-        taken = self.limits.nodes - budget - talking
-        return max(min(budget, bound - taken), 0)
+        reading = self.cost.reading
+        patience = PATIENCE * max(1.0, readers / sum(nodes for nodes, _ in talking))
+        left = (patience - 1.0) * self.cost.talking(talking)
+        left -= sum(reading.seconds(*piece) for piece in pieces)
+        most = reading.fits(left, len(sequence.tables[TARGET]))
+        if not pieces:
+            most = max(most, PROGRESS)
+        return min(budget, most)
 
     def _pending(self, sequence: Sequence) -> int:
         if sequence.order:
@@ -204,7 +239,7 @@ class Scheduler:
                 return None
         if chunk == 0 and least == 0:
             return None
-        return Share(sequence, chunk, least, pending)
+        return Share(sequence, chunk, least, pending, cached=len(sequence.tables[TARGET]))
 
     def _chunk(self, pending: int, budget: int, block: int | None) -> int:
         """How much of what is pending fits, ending where the model may be cut."""
@@ -228,7 +263,7 @@ class Scheduler:
             if victim is share.sequence:
                 return False
 
-    def _admit(self, plan: Plan, demands: _Demands, budget: int, talking: int, readers: int) -> int:
+    def _admit(self, plan: Plan, demands: _Demands, budget: int, readers: int) -> int:
         """Takes in waiting sequences while nodes and pages last."""
         while self.waiting and len(self.running) < self.limits.sequences and budget > 0:
             sequence = self.waiting[0]
@@ -243,7 +278,7 @@ class Scheduler:
                 self._pool.close(table)
                 break
             sequence.tables = {TARGET: table}
-            room = self._readable(sequence, budget, talking, readers)
+            room = self._readable(sequence, budget, readers, plan)
             share = self._least(sequence, self._pending(sequence), demand, room, plan)
             moves = self._pool.reserve(table, share.given + share.room) if share else None
             if share is None or moves is None:
@@ -283,29 +318,64 @@ class Scheduler:
         return budget
 
     def _weigh(self, plan: Plan, demands: _Demands, budget: int) -> None:
-        """Grants nodes, best first, as far as tokens per second are expected to rise."""
+        """Grants nodes, best first, as far as tokens per second are expected to rise.
+
+        Where trained parts could be asked first, they are, if that promises more than not asking.
+        """
         if self.cost is None or budget <= 0:
             return
         emitting = [share for share in plan.shares if share.given == share.pending]
+        asking = [share for share in emitting if demands[share.sequence].asking]
+        chosen = self._worth(plan, emitting, demands, budget, asking=0)
+        if asking:
+            asked = self._worth(plan, emitting, demands, budget, asking=len(asking))
+            for share in asking:
+                share.ask = asked.rate > chosen.rate
+            if asked.rate > chosen.rate:
+                chosen = asked
+        for share in emitting:
+            gains = chosen.granted.get(share.sequence.id, [])
+            share.price = chosen.price
+            room = len(gains)
+            if share.ask and demands[share.sequence].asking and room:
+                room = min(2 * room, len(demands[share.sequence].asking))  # priced when it is known
+            table: Table = share.sequence.tables[TARGET]
+            while room:
+                moves = self._pool.reserve(table, share.given + share.room + room)
+                if moves is not None:
+                    plan.moves.add(moves)
+                    share.room += room
+                    share.gain = sum(gains[:room])
+                    break
+                room //= 2
+
+    def _worth(
+        self, plan: Plan, emitting: list[Share], demands: _Demands, budget: int, *, asking: int
+    ) -> _Worth:
+        """What is worth granting if so many ask their trained parts, or nobody does."""
+        assert self.cost is not None
         offers = sorted(
             (
                 (-gain, place, share)
                 for share in emitting
-                for place, gain in enumerate(demands[share.sequence].gains)
+                for place, gain in enumerate(
+                    (asking and demands[share.sequence].asking) or demands[share.sequence].gains
+                )
             ),
             key=lambda offer: offer[:2],
         )[:budget]
-        if not offers:
-            return
         nodes = sum(share.given + share.room for share in plan.shares)
-        reading = sum(share.given - 1 for share in emitting) + sum(
+        reading = sum(max(share.given - 1, 0) for share in emitting) + sum(
             share.given for share in plan.shares if share.given < share.pending
         )
         curve = self.cost.curve(nodes + len(offers))
         # Prompts are read in any case: what they cost does not make drafts any cheaper.
         base = curve[max(nodes - reading, 1)] - curve[nodes]
+        undrafted = base + curve[nodes]
+        if asking:
+            base += self.cost.asking(asking)
         tokens, worth = float(len(emitting)), 0
-        best = PROMISE * tokens / (base + curve[nodes])
+        best = PROMISE * tokens / undrafted
         for count, (gain, _, _) in enumerate(offers, start=1):
             tokens -= gain
             rate = tokens / (base + curve[nodes + count])
@@ -314,14 +384,5 @@ class Scheduler:
         granted: dict[int, list[float]] = {}
         for gain, _, share in offers[:worth]:
             granted.setdefault(share.sequence.id, []).append(-gain)
-        for share in emitting:
-            gains = granted.get(share.sequence.id, [])
-            table: Table = share.sequence.tables[TARGET]
-            while gains:
-                moves = self._pool.reserve(table, share.given + share.room + len(gains))
-                if moves is not None:
-                    plan.moves.add(moves)
-                    share.room += len(gains)
-                    share.gain = sum(gains)
-                    break
-                gains = gains[: len(gains) // 2]
+        each = (curve[nodes + worth] - curve[nodes]) / max(worth, 1)
+        return _Worth(best, granted, best * each)

@@ -17,12 +17,11 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from outstride.core.graph import BoolArray
+from outstride.core.shape import KINDS, Shape
 from outstride.errors import InvalidGrammar
 from outstride.grammar.closing import Closing
 
 Bits: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
-KINDS = ("json_schema", "json_object", "regex", "ebnf", "lark")
-"""What a shape can be written in; EBNF is that of GBNF files (`root ::= …`)."""
 STATES = 256
 """Paths that a guide remembers."""
 
@@ -65,14 +64,6 @@ class _State:
     matcher: LLMatcher
     bits: Bits | None = None
     forced: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A shape as a request states it: the kind, and the text that says it."""
-
-    kind: str
-    text: str = ""
 
 
 class Guides:

@@ -12,17 +12,29 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from threading import Lock
 
 import numpy as np
 import torch
 
-from outstride.core.contracts import Masking, Work
-from outstride.core.graph import FloatArray, IntArray
+from outstride.core.contracts import Filter, Graft, Masking, Work
+from outstride.core.graph import MIXTURE, BoolArray, FloatArray, IntArray
 from outstride.core.proposal import Proposal, Scores
 from outstride.core.sequence import Table
 from outstride.models import weights
 from outstride.models.config import DecoderConfig
-from outstride.ops.contract import ExpertWeights, LayerWeights, Model, Ops, Span, State, Wanted
+from outstride.ops.contract import (
+    AdapterWeights,
+    ExpertWeights,
+    GraftWeights,
+    HeadsWeights,
+    LayerWeights,
+    Model,
+    Ops,
+    Span,
+    State,
+    Wanted,
+)
 from outstride.ops.reference import Reference
 
 
@@ -176,6 +188,13 @@ class Decoder:
         self.page_size = page_size
         self.pages = pages
         self.digest = digest
+        self.grafts: dict[str, Graft] = {}
+        self.filters: dict[str, Filter] = {}
+        self._ranges: dict[str, tuple[int, int]] = {"": (0, config.layers)}
+        self._following: dict[int, str] = {}
+        """Parts that go on from states, by their first layer."""
+        self._busy = Lock()
+        """Held during a pass, and while something is attached."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="outstride-model")
         build = f"{digest} {self.ops.name} torch {torch.__version__}"
         self.fingerprint = hashlib.sha256(build.encode()).hexdigest()[:16]
@@ -219,12 +238,37 @@ class Decoder:
         """Adds embedding rows (masks, prompt tokens); returns the id of the first."""
         return self.vocab_size + self.ops.add_rows(weights.joined([rows]))
 
+    def attach(self, name: str, graft: Graft, weights: GraftWeights) -> None:
+        """Takes in a trained part. It guesses and no more: no text depends on it."""
+        with self._busy:
+            first = self.ops.attach(name, weights)
+            self._ranges[name] = first, first + len(weights.layers)
+            if weights.follow is not None:
+                self._following[first] = name
+            self.grafts[name] = graft
+
+    def attach_heads(self, name: str, graft: Graft, weights: HeadsWeights) -> None:
+        """Takes in trained heads, which have no layers: they start from states that are stored."""
+        with self._busy:
+            plane = self.ops.attach_heads(name, weights)
+            self._ranges[name] = self.layers, self.layers
+            self.grafts[name] = replace(graft, plane=plane)
+
+    def adapt(self, mask: torch.Tensor, block: int, layers: Sequence[AdapterWeights]) -> Masking:
+        """Takes in an adapter: nodes of blocks with masks go through it, and no other ones do."""
+        with self._busy:
+            self.ops.adapt(layers)
+            token = self.add_rows(mask)
+            self.masking = Masking(token, block, shifted=True, causal=True, gated=True)
+            return self.masking
+
     # --- the contract -----------------------------------------------------------------------------
 
     def forward(self, work: Sequence[Work]) -> Pass:
         """One pass over all graphs."""
         if self.ops.remote:
-            return Pass(self._launch(list(work)))
+            with self._busy:
+                return Pass(self._launch(list(work)))
         return Pass(partial(self._forward, list(work)), self._worker)
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
@@ -249,7 +293,8 @@ class Decoder:
         self.ops.move(np.asarray(sources), np.asarray(targets))
 
     def _forward(self, work: list[Work]) -> list[Scores]:
-        return self._launch(work)()
+        with self._busy:
+            return self._launch(work)()
 
     @torch.inference_mode()
     def _launch(self, work: list[Work]) -> Callable[[], list[Scores]]:
@@ -274,9 +319,9 @@ class Decoder:
 
     def _part(self, work: Work) -> _Part:
         proposal = work.proposal
-        start, stop = proposal.layers or (0, self.config.layers)
+        start, stop = proposal.layers or self._ranges[proposal.graft]
         part = _Part(work, start, stop, proposal.hidden if start else None)
-        if start and proposal.hidden is None:
+        if start and proposal.hidden is None and not proposal.graft:
             raise ValueError(f"a pass from layer {start} on needs hidden states")
         if proposal.hidden is not None and len(proposal.hidden) != part.count:
             raise ValueError("hidden states need one row for each node to be computed")
@@ -287,12 +332,17 @@ class Decoder:
         ops, spans, row = self.ops, [], 0
         for part in parts:
             work = part.work
-            spans.append(Span(part.proposal.graph, work.slots, work.table, work.first, row))
+            graph, gates = part.proposal.graph, self._gates(part)
+            spans.append(Span(graph, work.slots, work.table, work.first, row, gates))
             row += part.count
-        batch = ops.begin(spans, self.config.windows[low:high])
+        batch = ops.begin(spans, ops.windows[low:high])
+        following = self._following.get(low, "")
 
         def layers() -> State:
-            x = ops.enter(batch, [part.state for part in parts])
+            if following:
+                x = ops.follow(following, batch)
+            else:
+                x = ops.enter(batch, [part.state for part in parts])
             for layer in range(low, high):
                 ops.keep_features(layer, x, batch)
                 self._record(parts, spans, layer, x)
@@ -301,13 +351,31 @@ class Decoder:
                 x = ops.mlp(layer, x, batch)
             if high == self.config.layers:
                 ops.keep_features(high, x, batch)
+                ops.digest(batch)
+            if following:
+                ops.carry(following, x, batch)
             return x
 
         fresh = all(part.state is None and not part.proposal.wants.hidden for part in parts)
-        x = ops.run(layers, batch, fresh and (low, high) == (0, self.config.layers))
+        whole = (
+            (low, high)
+            if fresh and not following and (low, high) in self._ranges.values()
+            else None
+        )
+        x = ops.run(layers, batch, whole)
         self._record(parts, spans, high, x)
         for part, span in zip(parts, spans, strict=True):
             part.state = ops.leave(x, span.rows)
+
+    def _gates(self, part: _Part) -> BoolArray | None:
+        """The nodes of blocks in which a mask stands: they go through the adapter."""
+        if self.masking is None or not self.masking.gated or part.proposal.graft:
+            return None
+        graph = part.proposal.graph
+        masks = (graph.tokens == self.masking.token) | (graph.tokens == MIXTURE)
+        if not masks.any():
+            return None
+        return np.isin(graph.blocks, graph.blocks[masks])[part.work.first :]
 
     def _record(self, parts: list[_Part], spans: list[Span], layer: int, x: State) -> None:
         """Reads out the states that proposals want of those that enter a layer."""

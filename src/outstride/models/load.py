@@ -84,7 +84,7 @@ def load(
 
     chosen = choose_weights(weights)
     path = locate(name)
-    config, read_tensors, tokenizer = _from_folder(path) if path.is_dir() else _from_gguf(path)
+    config, read_tensors, tokenizer = opened(path)
     chosen = _if_it_can(chosen, config, asked=weights != "auto")
     masking = masking_of(config.diffusion, tokenizer, config.vocab_size)
     if pages is None:
@@ -292,6 +292,11 @@ def _free_memory() -> int:
     except OSError:
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def opened(path: Path) -> tuple[DecoderConfig, ReadTensors, Tokenizer]:
+    """What stands in a file or folder that `locate` found; its weights are yet to be read."""
+    return _from_folder(path) if path.is_dir() else _from_gguf(path)
 
 
 def _from_gguf(path: Path) -> tuple[DecoderConfig, ReadTensors, Tokenizer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -12,6 +13,9 @@ from outstride.errors import CorruptModel, InvalidPrompt, UnsupportedModel
 
 if TYPE_CHECKING:
     import tokenizers
+
+LONG = 4096
+"""Characters from which on a text is encoded as a batch of one: other threads run on meanwhile."""
 
 
 @lru_cache(maxsize=1)
@@ -56,12 +60,25 @@ class Tokenizer:
         """How many ids have a text; a model's table may be longer."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def marked(self) -> bool:
+        """Whether ids are put around a text that `to_json` does not tell of."""
+        return bool(self._prepend or self._append)
+
+    def to_json(self) -> str:
+        """As a `tokenizer.json`."""
+        return str(self._backend.to_str(pretty=True))
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of a text, with what the model wants around it unless told otherwise.
 
         Special tokens written out in the text become their ids, as chat templates need it.
         """
-        ids = list(self._backend.encode(text, add_special_tokens=add_special).ids)
+        if len(text) > LONG:
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+        else:
+            ids = self._backend.encode(text, add_special_tokens=add_special).ids
+        ids = list(ids)
         return [*self._prepend, *ids, *self._append] if add_special else ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
@@ -92,6 +109,13 @@ class Tokenizer:
         """Whether both mean the same by every id."""
         ours = self._backend.get_vocab(with_added_tokens=True)
         return bool(ours == other._backend.get_vocab(with_added_tokens=True))
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the vocabulary: equal where every id means the same."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        listed = json.dumps(sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0])))
+        return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
     def chat(
         self,

@@ -7,7 +7,8 @@ tested on it (and it is handy for writing one); it also speaks every corner of t
 blocks, extra rows, mixtures, ranges of layers, features, hidden states.
 
 It has two layers. An entry holds what each puts into the cache: `inputs` (what stands here) and
-`saw` (what that node could see). Half of a logit depends on the last token alone, so that text
+`saw` (what that node could see); a trained part (`grafts`) has its own beside them, made from what the
+model saw. Half of a logit depends on the last token alone, so that text
 repeats itself and drafts are sometimes right; `accent` changes the other half only, which makes a
 draft model that often agrees.
 """
@@ -15,13 +16,14 @@ draft model that often agrees.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from outstride.core.contracts import CAUSAL, Done, Masking, Pending, Vision, Work
+from outstride.core.contracts import CAUSAL, Done, Filter, Graft, Masking, Pending, Vision, Work
 from outstride.core.graph import FloatArray, IntArray, Mixture, TokenGraph
-from outstride.core.proposal import Scores
+from outstride.core.proposal import Proposal, Scores
 from outstride.core.select import select
 from outstride.core.sequence import Table
 from outstride.errors import IntegrityError
@@ -52,6 +54,57 @@ def _unpack(values: FloatArray) -> Hashes:
     return np.ascontiguousarray(values, dtype=np.float32).view(np.uint64).reshape(-1)
 
 
+def _grafts(vocab_size: int, rank: int = 2) -> dict[str, Graft]:
+    """What is known of trained parts outside the model, one of each kind."""
+    graft = Graft(
+        kind="block-drafter",
+        block=6,
+        mask=vocab_size,
+        rows=np.arange(vocab_size),
+        before=np.zeros((vocab_size + 1, rank), dtype=np.float32),
+        after=np.zeros((vocab_size, rank), dtype=np.float32),
+        plane=(0, 2),
+    )
+    ranks = np.asarray([[0.4, 0.2], [0.3, 0.1], [0.2, 0.1]], dtype=np.float32)
+    return {
+        "graft": graft,
+        "heads": replace(graft, kind="heads", block=5),
+        "chained": replace(graft, kind="heads", block=5, chained=True),
+        "follow": replace(graft, kind="eagle", block=5, chained=True),
+        "prompts": replace(graft, kind="prompt-tokens", block=4, ranks=ranks),
+    }
+
+
+def _filter() -> Filter:
+    """A judge that was never trained, but looks at everything."""
+    places = np.arange(3 * 14, dtype=np.float32).reshape(3, 14)
+    return Filter(
+        kind="unmask-filter",
+        inner=np.cos(1.7 * places),
+        inner_bias=np.asarray([0.1, -0.2, 0.3], dtype=np.float32),
+        outer=np.asarray([0.8, -0.6, 0.5], dtype=np.float32),
+        outer_bias=0.1,
+        threshold=0.6,
+    )
+
+
+def _judges() -> dict[str, Filter]:
+    """Judges of states, whose two numbers are as good as random."""
+    inner = np.asarray([[1.0, -1.0], [-1.0, 0.5]], dtype=np.float32)
+    judge = replace(_filter(), inner=inner, inner_bias=np.zeros(2, dtype=np.float32), layer=LAYERS)
+    outer = np.asarray([2.0, 2.0], dtype=np.float32)
+    return {
+        "accept": replace(
+            judge,
+            kind="accept-head",
+            inner=np.concatenate([inner, np.ones((2, 1), dtype=np.float32)], axis=1),
+            outer=outer,
+            outer_bias=0.5,
+        ),
+        "judge": replace(judge, kind="judge", outer=outer, outer_bias=-1.0),
+    }
+
+
 class Toy:
     """Implements the model contract; see the module's text."""
 
@@ -79,6 +132,9 @@ class Toy:
         self._habit = habit
         self._inputs = np.zeros(pages * page_size, dtype=np.uint64)
         self._saw = np.zeros(pages * page_size, dtype=np.uint64)
+        self._grafted = np.zeros(pages * page_size, dtype=np.uint64)
+        self.grafts = _grafts(vocab_size)
+        self.filters = {"filter": _filter(), **_judges()}
         self.passes = 0
 
     # --- one pass ---------------------------------------------------------------------------------
@@ -118,6 +174,12 @@ class Toy:
         low, high = proposal.layers or (0, LAYERS)
         slots, sees = self._visible(item)
         own = item.slots[first:]
+        if proposal.graft:
+            if self.grafts[proposal.graft].kind == "heads":
+                return self._headed(item)
+            if self.grafts[proposal.graft].kind == "eagle":
+                return self._followed(item)
+            return self._guess(proposal, own)
         inputs = self._embed(graph)[first:]
         if low == 0:
             self._inputs[own] = inputs
@@ -130,6 +192,7 @@ class Toy:
         state = saw
         if high == LAYERS:
             self._saw[own] = saw
+            self._grafted[own] = _mix(saw, 23)
             state = _mix(saw + _together(sees, self._saw[slots]), 11)
         hidden = {0: _pack(inputs), 1: _pack(saw), LAYERS: _pack(state)}
         nodes = proposal.wanted
@@ -150,11 +213,66 @@ class Toy:
         mood = spread(states, 19 + 2 * self._accent) * np.float32(4.0 - self._habit / 2)
         return habit + mood
 
+    def _guess(self, proposal: Proposal, own: IntArray) -> Scores:
+        """What a trained part says: habits alone. Its entries in the graph's slots are of no use."""
+        self._grafted[own] = 0
+        nodes, rows = proposal.wanted, []
+        token = int(proposal.graph.tokens[proposal.root])
+        for _ in nodes:
+            habit = self.logits(np.asarray([token]), np.zeros(1, dtype=np.uint64))
+            rows.append(habit[0])
+            token = int(habit[0].argmax())
+        raw = np.asarray(rows)
+        order = np.argsort(-raw, axis=1, kind="stable")[:, : proposal.wants.best]
+        return Scores(nodes, order, values=np.take_along_axis(raw, order, axis=1))
+
+    def _headed(self, item: Work) -> Scores:
+        """What trained heads say: habits again, if they start from the state that they should."""
+        proposal, graph = item.proposal, item.proposal.graph
+        chained, nodes = self.grafts[proposal.graft].chained, proposal.wanted
+        due = self.feature(item.table, int(graph.positions[0]) - 1)
+        assert proposal.hidden is not None
+        for node, given in enumerate(proposal.hidden):
+            deep = int(graph.positions[node] - graph.positions[0]) if chained else 0
+            if _unpack(given[None])[0] != _unpack(due[None])[0] + np.uint64(deep):
+                raise IntegrityError(f"node {node} of a pass of heads starts from another state")
+        token, rows = int(graph.tokens[0]), []
+        for node in nodes.tolist():
+            if chained:
+                token = int(graph.tokens[node])
+            habit = self.logits(np.asarray([token]), np.zeros(1, dtype=np.uint64))[0]
+            rows.append(habit)
+            token = int(habit.argmax())
+        raw = np.asarray(rows)
+        order = np.argsort(-raw, axis=1, kind="stable")[:, : proposal.wants.best]
+        left = _pack(_unpack(proposal.hidden[nodes]) + np.uint64(1))
+        values = np.take_along_axis(raw, order, axis=1)
+        return Scores(nodes, order, values=values, hidden={0: left})
+
+    def _followed(self, item: Work) -> Scores:
+        """What a part says that goes on from states: habits, if it finds those that it should."""
+        proposal, graph, first = item.proposal, item.proposal.graph, item.first
+        marks = _mix(self._embed(graph), 31)
+        for node in range(first, len(graph)):
+            if (parent := int(graph.parents[node])) >= 0:
+                found, due = self._grafted[item.slots[parent]], marks[parent]
+            else:
+                slot = self._slot(item.table, item.table.positions.index(graph.positions[node] - 1))
+                found, due = self._grafted[slot], _mix(self._saw[slot : slot + 1], 23)[0]
+            if found != due:
+                raise IntegrityError(f"node {node} of a part goes on from another state")
+            self._grafted[item.slots[node]] = marks[node]
+        nodes = proposal.wanted[proposal.wanted >= first]
+        raw = self.logits(graph.tokens[nodes], np.zeros(len(nodes), dtype=np.uint64))
+        order = np.argsort(-raw, axis=1, kind="stable")[:, : proposal.wants.best]
+        return Scores(nodes, order, values=np.take_along_axis(raw, order, axis=1))
+
     # --- the cache --------------------------------------------------------------------------------
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
         self._inputs[targets] = self._inputs[sources]
         self._saw[targets] = self._saw[sources]
+        self._grafted[targets] = self._grafted[sources]
 
     def feature(self, table: Table, position: int) -> FloatArray:
         slot = self._slot(table, table.positions.index(position))
@@ -188,3 +306,5 @@ class Toy:
                 raise IntegrityError(f"the entry of position {position} holds another input")
             if self._saw[slots[i]] != saw[i]:
                 raise IntegrityError(f"the entry of position {position} saw something else")
+            if self._grafted[slots[i]] != _mix(saw[i : i + 1], 23)[0]:
+                raise IntegrityError(f"the entry of position {position} is a guess of a part's")

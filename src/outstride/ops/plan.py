@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from outstride.core.graph import BoolArray, IntArray
-from outstride.ops.contract import Span
+from outstride.ops.contract import REST, Span
 
 ROWS = 32
 """Query rows of a tile: a row is one query head of one node."""
@@ -210,7 +210,9 @@ class _Sequence:
                 seen[:, at[0], at[1]] = others <= nodes[:, None]
             else:
                 seen[:, at[0], at[1]] = self.graph.sees[np.ix_(nodes, others)]
-        if self.window is not None:
+        if self.window == REST:
+            seen &= places > 0
+        elif self.window is not None:
             seen &= places > (self.graph.positions[nodes] - self.window)[:, None, None]
         return seen
 

@@ -1,19 +1,31 @@
-"""What the recipe of the list models reads: questions with their answers, some of it masked."""
+"""What the recipe of the list models reads: questions with their answers, some of it masked.
+
+    python -m outstride.train.lessons --out FOLDER --texts 20000
+
+writes questions and answers as words, for the recipes that train beside these models.
+"""
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from outstride.models.load import load_tokenizer
 from outstride.models.shipped.lists import END, MASK, TASKS, VOCABULARY
+from outstride.train.words import Text, Words
 
 IDS = {word: i for i, word in enumerate(VOCABULARY)}
+LONGEST = 40
+"""Positions of a text that is written as words; the longest question with its answer has 30."""
 SLACK = 8
 """How many ends of text may follow the first one on a full canvas."""
 CAUSAL = 0.25
@@ -125,3 +137,40 @@ def lesson(texts: Texts, block: int | None, numbers: torch.Generator, *, blank: 
         targets = torch.where(plain, targets.roll(-1, dims=1), targets)
     sees = sees | torch.eye(length, dtype=torch.bool, device=device)  # nobody sees nothing
     return Lesson(tokens, sees, targets, asked)
+
+
+# --- as words --------------------------------------------------------------------------------------
+
+
+def write(folder: Path, count: int, seed: int) -> None:
+    """Questions of all tasks in equal shares, each with an answer, as a folder of words."""
+    tokenizer = load_tokenizer("parallel-block")
+    about = {
+        "model": "parallel-block",
+        "vocabulary": tokenizer.digest,
+        "vocab_size": len(VOCABULARY),
+        "end": IDS[END],
+        "order": {"lists": count, "seed": seed},
+    }
+    words = Words.create(folder, about)
+    if words.paths():
+        return
+    rows = _made(count, LONGEST, f"words {seed}").tolist()
+    texts = [Text(row[2 : 2 + row[1]], row[0], sampled=False) for row in rows]
+    words.append(texts, after=count)
+    words.note(texts=count)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="outstride.train.lessons", description=__doc__)
+    parser.add_argument("--out", required=True, type=Path, help="folder of the words")
+    parser.add_argument("--texts", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    write(args.out, args.texts, args.seed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,7 +8,7 @@ and is saved as a LLaDA checkpoint; the block one sees in blocks of 16, is saved
 checkpoint, and learns to continue a text token by token as well. These commands made the weights
 that are shipped, side by side on one H200 in three minutes. The training is a function of the seed,
 the workers (8 each) and the number of steps, up to the rounding of the device; `--seconds` chooses
-that number by timing the first steps, and says which it chose.
+that number by timing a few steps beforehand, and says which it chose.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,9 @@ from torch.nn import functional as fn
 from outstride.models.config import DecoderConfig
 from outstride.models.dialects import published
 from outstride.models.shipped.lists import END, MASK, TASKS, UNKNOWN, VOCABULARY, cases
+from outstride.train.layers import Pair, Shape, layer, norm, turns, within
 from outstride.train.lessons import IDS, Texts, lesson
+from outstride.train.loop import Pace, advance, optimizer_of, rate_at, rehearsed
 
 Weights = dict[str, torch.Tensor]
 BLOCK = 16
@@ -111,53 +111,22 @@ def forward(
 ) -> torch.Tensor:
     """The logits of a batch of texts; `sees` says of each text which position sees which."""
     turn = turns(config, tokens.shape[1], str(tokens.device))
-    shape = (config.layers, config.heads, config.head_dim, config.norm_eps, config.head_norms)
-    return _forward(shape, weights, turn, tokens, sees)
-
-
-def turns(config: DecoderConfig, length: int, device: str) -> torch.Tensor:
-    """The angle of each dimension of a head at each position."""
-    angles = torch.arange(length)[:, None] * torch.tensor(config.frequencies)
-    return torch.cat([angles, angles], dim=-1).to(device)
+    return _forward(Shape.of(config), config.layers, weights, turn, tokens, sees)
 
 
 def _forward(
-    shape: tuple[int, int, int, float, bool],
+    shape: Shape,
+    layers: int,
     weights: Weights,
-    turn: torch.Tensor,
+    turn: Pair,
     tokens: torch.Tensor,
     sees: torch.Tensor,
 ) -> torch.Tensor:
     """What `forward` says, in terms that torch can compile."""
-    layers, count, size, eps, norms = shape
-    batch, length = tokens.shape
-    cos, sin = turn.cos()[:, None], turn.sin()[:, None]
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return fn.rms_norm(x, x.shape[-1:], weights[name], eps)
-
-    def heads(x: torch.Tensor, at: str, kind: str) -> torch.Tensor:
-        x = fn.linear(x, weights[f"{at}self_attn.{kind}_proj.weight"])
-        x = x.view(batch, length, count, size)
-        if kind != "v":
-            if norms:
-                x = norm(x, f"{at}self_attn.{kind}_norm.weight")
-            one, other = x.chunk(2, dim=-1)
-            x = x * cos + torch.cat([-other, one], dim=-1) * sin
-        return x.transpose(1, 2)
-
     x = fn.embedding(tokens, weights["model.embed_tokens.weight"])
-    for layer in range(layers):
-        at = f"model.layers.{layer}."
-        y = norm(x, f"{at}input_layernorm.weight")
-        q, k, v = (heads(y, at, kind) for kind in "qkv")
-        kept = fn.scaled_dot_product_attention(q.to(v), k.to(v), v, attn_mask=sees[:, None])
-        kept = kept.transpose(1, 2).reshape(batch, length, count * size)
-        x = x + fn.linear(kept, weights[f"{at}self_attn.o_proj.weight"])
-        y = norm(x, f"{at}post_attention_layernorm.weight")
-        gate, up = (fn.linear(y, weights[f"{at}mlp.{kind}_proj.weight"]) for kind in ("gate", "up"))
-        x = x + fn.linear(fn.silu(gate) * up, weights[f"{at}mlp.down_proj.weight"])
-    return fn.linear(norm(x, "model.norm.weight"), weights["lm_head.weight"])
+    for i in range(layers):
+        x = layer(shape, within(weights, f"model.layers.{i}."), x, turn, sees[:, None])
+    return fn.linear(norm(x, weights["model.norm.weight"], shape.eps), weights["lm_head.weight"])
 
 
 # --- the training -----------------------------------------------------------------------------------
@@ -169,58 +138,6 @@ def loss_of(scores: torch.Tensor, targets: torch.Tensor, asked: torch.Tensor) ->
     counts = asked.sum(1)
     total = (each * asked).sum(1) / counts.clamp(min=1)
     return total.sum() / (counts > 0).sum().clamp(min=1)
-
-
-def rate_at(step: int, steps: int, peak: float) -> float:
-    """The learning rate: up in a line, down in a cosine."""
-    warm = max(1, min(300, steps // 10))
-    if step < warm:
-        return peak * (step + 1) / warm
-    return peak * (0.5 + 0.5 * math.cos(math.pi * (step - warm) / max(1, steps - warm)))
-
-
-_TIMED = (20, 60)
-"""The steps between which the clock runs: those before compile."""
-
-
-@dataclass(slots=True)
-class Pace:
-    """How many steps there will be, and what is said about them."""
-
-    kind: str
-    steps: int
-    seconds: float
-    """If not 0: how long to train, whatever number of steps that is."""
-    say: Callable[[str], None]
-    mark: float = field(default_factory=time.monotonic)
-    told: float = field(default_factory=time.monotonic)
-
-    def after(self, step: int, loss: torch.Tensor) -> None:
-        """To be told after each step."""
-        if step in _TIMED:
-            loss.item()  # waits for the device
-            now = time.monotonic()
-            if step == _TIMED[1] and self.seconds:
-                each = (now - self.mark) / (_TIMED[1] - _TIMED[0])
-                self.steps = max(step, int(self.seconds / each))
-                self.say(f"{self.kind}: {self.steps} steps")
-            self.mark = now if step == _TIMED[0] else self.mark
-        if step == self.steps or time.monotonic() - self.told > 5:
-            value, self.told = loss.item(), time.monotonic()
-            left = (self.told - self.mark) / max(1, step - _TIMED[0]) * (self.steps - step)
-            self.say(
-                f"{self.kind}: step {step} of {self.steps}, loss {value:.4f}, about {left:.0f} s left"
-            )
-
-
-def _optimizer(weights: Weights, peak: float, *, fused: bool) -> torch.optim.AdamW:
-    """Matrices decay, norms do not."""
-    for value in weights.values():
-        value.requires_grad_()
-    thick = [value for value in weights.values() if value.dim() > 1]
-    thin = [value for value in weights.values() if value.dim() == 1]
-    groups = [{"params": thick, "weight_decay": 0.05}, {"params": thin, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98), fused=fused)
 
 
 def train(
@@ -248,32 +165,38 @@ def train(
     )
     weights = {name: value.to(device) for name, value in fresh(config, seed).items()}
     fast = device != "cpu"
-    optimizer = _optimizer(weights, peak, fused=fast)
-    numbers = torch.Generator(device).manual_seed(seed)
-    shape = (config.layers, config.heads, config.head_dim, config.norm_eps, config.head_norms)
+    shape, layers = Shape.of(config), config.layers
     turn = turns(config, LENGTHS[kind], device)
 
     def measure(
         weights: Weights, tokens: torch.Tensor, sees: torch.Tensor, *right: torch.Tensor
     ) -> torch.Tensor:
-        return loss_of(_forward(shape, weights, turn, tokens, sees), *right)
+        return loss_of(_forward(shape, layers, weights, turn, tokens, sees), *right)
 
     measured = torch.compile(measure) if fast else measure
-    pace, step = Pace(kind, steps, seconds, say), 0
-    while step < pace.steps:
+    optimizer = optimizer_of(weights, decay=0.05, second=0.98)
+
+    def step(rate: float, numbers: torch.Generator) -> torch.Tensor:
         rows = torch.randint(len(texts.tokens), (batch,), generator=numbers, device=device)
         given = lesson(texts.take(rows), block, numbers, blank=False)
-        for group in optimizer.param_groups:
-            group["lr"] = rate_at(step, pace.steps, peak)
-        with torch.autocast("cuda", torch.bfloat16, enabled=fast):
-            loss = measured(weights, given.tokens, given.sees, given.targets, given.asked)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(list(weights.values()), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step += 1
-        pace.after(step, loss)
-    return {name: value.detach() for name, value in weights.items()}, pace.steps
+        right = (given.targets, given.asked)
+        return advance(
+            lambda: measured(weights, given.tokens, given.sees, *right), weights, optimizer, rate
+        )
+
+    if seconds:
+        other = torch.Generator(device).manual_seed(seed)
+        steps = max(1, int(seconds / rehearsed(lambda: step(0.0, other))))
+        optimizer = optimizer_of(weights, decay=0.05, second=0.98)  # it has learned nothing
+        say(f"{kind}: {steps} steps")
+    numbers = torch.Generator(device).manual_seed(seed)
+    pace = Pace(steps, every=5.0)
+    for number in range(steps):
+        loss = step(rate_at(number, steps, peak), numbers)
+        if pace.due(number + 1):
+            left = f"about {pace.left():.0f} s left"
+            say(f"{kind}: step {number + 1} of {steps}, loss {loss.item():.4f}, {left}")
+    return {name: value.detach() for name, value in weights.items()}, steps
 
 
 @torch.no_grad()

@@ -39,6 +39,13 @@ struct Matrix {
   int32_t bits;          // 8 or 4
 };
 
+struct LowRank {  // what an adapter adds to a product, of float32
+  const float* low;      // [rank][width of the rows]
+  const float* high;     // [tiles][rank][16]
+  const int32_t* parts;  // [tiles][2]: the first of the ranks that a tile has to do with, their number
+  int32_t rank;
+};
+
 struct Node {
   int32_t row, start, count, direct, pages, tail;
   // Keys `start` to `count` by logical position: those below `direct` in the pages from `pages` on,
@@ -56,6 +63,9 @@ struct Pass {  // what all layers of a pass share
   const int64_t* slots;
   const int32_t* pages;
   const int32_t* tails;
+  const uint8_t* gates;  // [rows]: whether a row goes through the adapter; null: none does
+  float* low;            // [rows][ranks], or so many for each thread where rows are few
+  int32_t ranks;
   int32_t rows, width, hidden, heads_width, middle_width, heads, kv_heads, head_dim, page_size;
   float eps, scale;
 };
@@ -73,6 +83,7 @@ struct Layer {
   const Matrix* down;
   uint16_t* keys;    // [slots / 16][kv_heads][head_dim][16]
   uint16_t* values;  // [slots][kv_heads][head_dim]
+  const LowRank* adapter;  // to qkv, output, gate_up and down; or null
   int32_t rotate;
 };
 

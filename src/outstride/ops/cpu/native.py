@@ -28,6 +28,15 @@ class Matrix(c.Structure):
     )
 
 
+class LowRank(c.Structure):
+    _fields_ = (
+        ("low", _P),
+        ("high", _P),
+        ("parts", _P),
+        ("rank", _I),
+    )
+
+
 NODE = np.dtype([(name, np.int32) for name in ("row", "start", "count", "direct", "pages", "tail")])
 
 
@@ -43,6 +52,9 @@ class Pass(c.Structure):
         ("slots", _P),
         ("pages", _P),
         ("tails", _P),
+        ("gates", _P),
+        ("low", _P),
+        ("ranks", _I),
         ("rows", _I),
         ("width", _I),
         ("hidden", _I),
@@ -71,6 +83,7 @@ class Layer(c.Structure):
         ("down", c.POINTER(Matrix)),
         ("keys", _P),
         ("values", _P),
+        ("adapter", c.POINTER(LowRank)),
         ("rotate", _I),
     )
 

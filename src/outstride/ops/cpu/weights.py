@@ -74,13 +74,13 @@ class Weights:
         shape, layers = model.shape, []
         width = widths(shape)[0]
         while model.layers:
-            layers.append(_pack_layer(shape, model.layers.pop(0), bits))
+            layers.append(pack_layer(shape, model.layers.pop(0), bits))
         table = model.embedding if model.head is None else model.head
         vocabulary = Packed.balanced(table.numpy(), width)
         embedding = vocabulary
         if model.head is not None:
             embedding = Packed.balanced(model.embedding.numpy(), width)
-        norm = _padded(model.norm, width)
+        norm = padded(model.norm, width)
         if vocabulary.columns is not None:
             norm[: shape.hidden_size] *= vocabulary.columns
         return cls(layers, vocabulary, embedding, norm, bits)
@@ -198,13 +198,13 @@ def _joined_groups(
     return Grouped(**parts, channels=channels, k=k, tiles=tiles, depth=depth)  # type: ignore[arg-type]
 
 
-def _padded(tensor: torch.Tensor, width: int) -> FloatArray:
+def padded(tensor: torch.Tensor, width: int) -> FloatArray:
     result = np.zeros(width, dtype=np.float32)
     result[: len(tensor)] = tensor.numpy()
     return result
 
 
-def _pack_layer(shape: Shape, layer: LayerWeights, bits: int) -> Layer:
+def pack_layer(shape: Shape, layer: LayerWeights, bits: int) -> Layer:
     width, heads, middle = widths(shape)
 
     def packed(weight: FloatArray, bias: FloatArray | None, depth: int) -> Matrix:
@@ -216,14 +216,14 @@ def _pack_layer(shape: Shape, layer: LayerWeights, bits: int) -> Layer:
         return packed(weight.numpy(), None if bias is None else bias.numpy(), depth)
 
     def maybe(vector: torch.Tensor | None) -> FloatArray | None:
-        return None if vector is None else _padded(vector, shape.head_dim)
+        return None if vector is None else padded(vector, shape.head_dim)
 
     gate_up_bias = layer.gate_up_bias
     return Layer(
-        attention_norm=_padded(layer.attention_norm, width),
+        attention_norm=padded(layer.attention_norm, width),
         query_norm=maybe(layer.query_norm),
         key_norm=maybe(layer.key_norm),
-        mlp_norm=_padded(layer.mlp_norm, width),
+        mlp_norm=padded(layer.mlp_norm, width),
         qkv=plain(layer.qkv, layer.qkv_bias, width),
         output=plain(layer.output, layer.output_bias, heads),
         gate_up=packed(

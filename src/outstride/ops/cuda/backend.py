@@ -23,10 +23,11 @@ import triton  # type: ignore[import-not-found,unused-ignore]
 from outstride.core.contracts import Work
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.proposal import Scores
-from outstride.ops.contract import Model, Ops, Span, Wanted
+from outstride.ops.contract import GraftWeights, Model, Ops, Span, Wanted
 from outstride.ops.cuda.ahead import Ahead, Ask, Trust
 from outstride.ops.cuda.attention import PARTIAL, Partials, attend, embed_kernel, keep_kernel
 from outstride.ops.cuda.choose import POSITION
+from outstride.ops.cuda.grafts import Grafted
 from outstride.ops.cuda.head import Head, Kind, Rows, fill_draws, padded
 from outstride.ops.cuda.layout import (
     HEAD_ROWS,
@@ -116,8 +117,12 @@ class Cuda(Ops):
             room=PARTIAL // (shape.kv_heads * self._wide),
         )
         self._describe = Describer(self._card)
+        self.windows = tuple(shape.windows)
         self._embedding = model.embedding.to(self._device, self._dtype).contiguous()
         vocabulary = model.embedding if model.head is None else model.head
+        tied = model.head is None
+        self._vocabulary = self._embedding if tied else vocabulary.to(self._dtype)
+        self._grafts: dict[str, Grafted] = {}
         self._layers = [
             Layer.pack(layer, shape, self._wide, self._device, self._dtype)
             for layer in model.layers
@@ -182,6 +187,8 @@ class Cuda(Ops):
         self._mixed = room(up(shape.heads * self._wide, 128), self._dtype)
         self._inner = room(inner, self._dtype)
         self._scratch = Scratch.make(self._device, rows)
+        for graft in self._grafts.values():
+            graft.reserve(rows)
         self._graphs.clear()
         self._seen.clear()
 
@@ -261,8 +268,24 @@ class Cuda(Ops):
         return self._words.words[start : start + rows]
 
     def project(self, layer: int, x: Rows, batch: Batch) -> torch.Tensor:
+        weights, rows = self._layers[layer], batch.rows
+        linear(
+            weights.qkv,
+            x.low,
+            rows,
+            HEADS,
+            self._scratch,
+            low=self._queries,
+            norm=self._shape.norm_eps,
+            turn=self._turn(layer, batch),
+            pdl=self._pdl,
+        )
+        return self._queries
+
+    def _turn(self, layer: int, batch: Batch) -> Turn:
+        """Where a layer's keys and values go, and how they are turned."""
         shape, weights, rows = self._shape, self._layers[layer], batch.rows
-        turn = Turn(
+        return Turn(
             positions=self._row_words(rows, 1),
             slots=self._row_words(rows, 2),
             cosines=self._cosines,
@@ -275,24 +298,12 @@ class Cuda(Ops):
             kv_heads=shape.kv_heads,
             head=shape.head_dim,
             wide=self._wide,
-            rope=shape.rope_layers[layer],
+            rope=layer >= shape.layers or shape.rope_layers[layer],
         )
-        linear(
-            weights.qkv,
-            x.low,
-            rows,
-            HEADS,
-            self._scratch,
-            low=self._queries,
-            norm=shape.norm_eps,
-            turn=turn,
-            pdl=self._pdl,
-        )
-        return self._queries
 
     def attend(self, layer: int, queries: torch.Tensor, batch: Batch) -> torch.Tensor:
         shape, layout, card = self._shape, self._layout(batch), self._card
-        window = shape.windows[layer]
+        window = self.windows[layer]
         attend(
             queries,
             self._entries.keys[layer],
@@ -341,6 +352,8 @@ class Cuda(Ops):
         return replace(x, layer=layer + 1)
 
     def keep_features(self, layer: int, x: Rows, batch: Batch) -> None:
+        for graft in self._grafts.values():
+            graft.tap(layer, x.x, batch.rows, self._shape.hidden_size)
         if layer in self._planes:
             size, at = self._shape.hidden_size, self._planes.index(layer)
             rows, features = batch.rows, self._entries.features
@@ -350,14 +363,57 @@ class Cuda(Ops):
                 WIDTH=triton.next_power_of_2(size), num_warps=4,
             )  # fmt: skip
 
-    def run(self, layers: Callable[[], Rows], batch: Batch, whole: bool) -> Rows:
+    def run(self, layers: Callable[[], Rows], batch: Batch, whole: tuple[int, int] | None) -> Rows:
         """Runs the layers. A whole pass is launched together with its head."""
-        if whole and not batch.mixtures:
+        if whole == (0, self._shape.layers) and not batch.mixtures:
             self._deferred = _Deferred(layers, batch)
             return Rows(self._x, self._low, 0, batch.rows, self._shape.layers)
         self._entries.settle()
-        self._words.send(self._layout(batch).words)
-        return layers()
+        layout = self._layout(batch)
+        self._words.send(layout.words)
+        if whole is None or batch.mixtures or not self._recordable(layout):
+            return layers()
+        return self._replayed(layers, layout, whole)
+
+    def _recordable(self, layout: Layout) -> bool:
+        return self._graphs_wanted and layout.rows <= SIZES[-1]
+
+    def _replayed(self, layers: Callable[[], Rows], layout: Layout, whole: tuple[int, int]) -> Rows:
+        """A pass of a trained part: recorded when it is seen again."""
+        key = (whole, *self._key(layout, 0, Kind(), False, False))
+        if key not in self._seen:
+            self._seen.add(key)
+            return layers()
+        if key not in self._graphs:
+            self._graphs[key] = Recording(lambda recording: layers())
+        self._graphs[key].replay()
+        return Rows(self._x, self._low, 0, layout.rows, whole[1])
+
+    def digest(self, batch: Batch) -> None:
+        for graft in self._grafts.values():
+            turns = [self._turn(graft.first + i, batch) for i in range(len(graft.layers))]
+            graft.digest(batch.rows, self._shape.norm_eps, turns, self._queries)
+
+    def attach(self, name: str, weights: GraftWeights) -> int:
+        first = len(self._layers)
+        graft = Grafted.pack(
+            weights,
+            self._shape,
+            self._vocabulary,
+            first=first,
+            wide=self._wide,
+            rows=len(self._x),
+            device=self._device,
+            dtype=self._dtype,
+        )
+        self._layers += graft.layers
+        self.windows += (weights.window,) * len(graft.layers)
+        self._entries.grow(len(graft.layers))
+        self._grafts[name] = graft
+        self._ahead = None
+        self._graphs.clear()
+        self._seen.clear()
+        return first
 
     def leave(self, x: Rows, rows: slice) -> Rows:
         if x.layer == self._shape.layers:
@@ -376,6 +432,8 @@ class Cuda(Ops):
 
     def score(self, wanted: Sequence[Wanted]) -> Callable[[], list[Scores]]:
         deferred, self._deferred = self._deferred, None
+        if any(item.proposal.graft for item in wanted):
+            return self._guessed(wanted)
         if deferred is None:
             return self._head.alone(wanted, self._low)
         layout = self._layout(deferred.batch)
@@ -384,6 +442,30 @@ class Cuda(Ops):
             self._launch(layout, deferred.layers, 0, Kind())
             return self._head.alone(wanted, self._low)
         return self._start(deferred, layout, wanted, count)
+
+    def _guessed(self, wanted: Sequence[Wanted]) -> Callable[[], list[Scores]]:
+        """Scores of which some are guesses of trained parts."""
+        groups: dict[str, list[int]] = {}
+        for i, item in enumerate(wanted):
+            groups.setdefault(item.proposal.graft, []).append(i)
+        pending: list[tuple[list[int], Callable[[], list[Scores]]]] = []
+        for name, members in groups.items():
+            items = [wanted[i] for i in members]
+            if not name:
+                pending.append((members, self._head.alone(items, self._low)))
+                continue
+            low, places = self._head.collected(items, self._low)
+            graft, eps = self._grafts[name], self._shape.norm_eps
+            found = graft.guesses(items, low, places, padded(len(places)), eps)
+            pending.append((members, found))
+
+        def scores() -> list[Scores]:
+            found = {
+                i: one for members, wait in pending for i, one in zip(members, wait(), strict=True)
+            }
+            return [found[i] for i in range(len(wanted))]
+
+        return scores
 
     def _start(
         self, deferred: _Deferred, layout: Layout, wanted: Sequence[Wanted], count: int

@@ -83,6 +83,13 @@ class Entries:
         self._words = Ring(device, HEADER)
         self._pending: Words | None = None
 
+    def grow(self, layers: int) -> None:
+        """Room for the entries of further layers."""
+        self.settle()
+        for name in ("keys", "values"):
+            held = getattr(self, name)
+            setattr(self, name, torch.cat([held, held.new_zeros(layers, *held.shape[1:])]))
+
     def move(self, sources: IntArray, targets: IntArray) -> None:
         """Copies entries, all read before any is written, before anybody reads or writes them."""
         self.settle()

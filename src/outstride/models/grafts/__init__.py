@@ -1,0 +1,66 @@
+"""Trained parts from their folders: read, checked against the model, and attached to it.
+
+One file for each format; `folder` has what they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outstride.errors import UnsupportedModel
+from outstride.models.config import DecoderConfig
+from outstride.models.decoder import Decoder
+from outstride.models.grafts import (
+    accept_head,
+    block_drafter,
+    diffusion_adapter,
+    heads,
+    prompt_tokens,
+    published,
+    unmask_filter,
+)
+from outstride.models.grafts.folder import check, read_config, read_tensors
+
+KINDS: dict[str, Callable[[Decoder, str, Mapping[str, Any], Mapping[str, torch.Tensor]], None]] = {
+    "block-drafter": block_drafter.attach,
+    "diffusion-adapter": diffusion_adapter.attach,
+    "heads": heads.attach,
+    "prompt-tokens": prompt_tokens.attach,
+    "unmask-filter": unmask_filter.attach,
+    "accept-head": accept_head.attach,
+    "judge": accept_head.attach,
+}
+"""What attaches the parts that each of our recipes makes."""
+
+
+def shipped(config: DecoderConfig, vocabulary: str, kind: str) -> Path | None:
+    """The part of a kind that comes with the package for a model of this shape and vocabulary."""
+    for file in sorted((Path(__file__).parent.parent / "shipped" / "parts").glob("*/config.json")):
+        about = read_config(file.parent)
+        target = about.get("target", {})
+        shape = {key: getattr(config, key) for key in ("hidden_size", "layers", "vocab_size")}
+        fits = target | shape | {"vocabulary": vocabulary} == target
+        if fits and about["outstride"] == kind:
+            return file.parent
+    return None
+
+
+def attach(model: Decoder, name: str, folder: Path, vocabulary: str = "") -> None:
+    """Attaches the part in a folder to a model, under a name.
+
+    vocabulary: names that of the model; a part that was made for another one is refused.
+    """
+    about = read_config(folder)
+    if "outstride" not in about:
+        published.attach(model, name, folder, about)
+        return
+    if about["outstride"] not in KINDS:
+        raise UnsupportedModel(
+            f"{folder} was made by {about['outstride']!r}; known are {', '.join(KINDS)}"
+        )
+    check(model.config, about.get("target", {}), folder, vocabulary)
+    KINDS[about["outstride"]](model, name, about, read_tensors(folder))

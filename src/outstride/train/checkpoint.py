@@ -1,0 +1,183 @@
+"""What a training leaves on disk: the checkpoint that it goes on from, and the result.
+
+Every file is written beside its place and renamed. Whatever happens, the last good one is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from outstride.errors import InvalidData
+from outstride.train.words import replacing
+
+RECIPE, CONFIG, MODEL, PICTURE = "recipe.json", "config.json", "model.safetensors", "loss.svg"
+VERSION = 1
+_LAST = "checkpoint/last.safetensors"
+_LARGE = 1 << 16
+"""Entries from which on a matrix may be stored in 8 bits."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    steps: int = 0
+    losses: list[float] = field(default_factory=list)
+    measured: list[dict[str, Any]] = field(default_factory=list)
+    """What was measured, each with its step."""
+    seconds: float = 0.0
+
+
+def save(
+    folder: Path,
+    identity: Mapping[str, Any],
+    progress: Progress,
+    weights: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.AdamW,
+    numbers: torch.Generator,
+) -> None:
+    """Keeps all that a run needs to go on as if nothing had happened."""
+    tensors = {f"weight.{name}": value.detach() for name, value in weights.items()}
+    for name, value in weights.items():
+        for moment in _MOMENTS:
+            if (found := optimizer.state.get(value, {}).get(moment)) is not None:
+                tensors[f"{moment}.{name}"] = found
+    tensors["numbers"] = numbers.get_state()
+    tensors["losses"] = torch.tensor(progress.losses, dtype=torch.float64)
+    about = {
+        "identity": json.dumps(identity),
+        "step": str(progress.step),
+        "steps": str(progress.steps),
+        "seconds": str(progress.seconds),
+        "measured": json.dumps(progress.measured),
+    }
+    place = folder / _LAST
+    place.parent.mkdir(parents=True, exist_ok=True)
+    whole = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    with replacing(place) as fresh:
+        save_file(whole, fresh, about)
+
+
+def restore(
+    folder: Path,
+    identity: Mapping[str, Any],
+    weights: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.AdamW,
+    numbers: torch.Generator,
+) -> Progress | None:
+    """Puts everything back as it was, if there is a checkpoint of the same run."""
+    place = folder / _LAST
+    if not place.is_file():
+        return None
+    try:
+        with safe_open(place, "pt") as file:
+            about = file.metadata() or {}
+            same_run(folder, json.loads(about["identity"]), identity)
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        step = int(about["step"])
+        progress = Progress(
+            step=step,
+            steps=int(about["steps"]),
+            losses=found["losses"].tolist(),
+            measured=json.loads(about["measured"]),
+            seconds=float(about["seconds"]),
+        )
+        with torch.no_grad():
+            for name, value in weights.items():
+                value.copy_(found[f"weight.{name}"])
+        for name, value in weights.items():
+            if f"{_MOMENTS[0]}.{name}" in found:
+                place_of = value.device if optimizer.defaults["fused"] else "cpu"
+                optimizer.state[value] = {
+                    "step": torch.tensor(float(step), device=place_of),
+                    **{m: found[f"{m}.{name}"].to(value.device) for m in _MOMENTS},
+                }
+        numbers.set_state(found["numbers"])
+    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
+        raise InvalidData(
+            f"{place} is damaged ({error}); delete {place.parent} to begin anew"
+        ) from error
+    return progress
+
+
+def forget(folder: Path) -> None:
+    """Removes the checkpoint of a run that is over."""
+    shutil.rmtree((folder / _LAST).parent, ignore_errors=True)
+
+
+def same_run(folder: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuses to go on with something else than was begun."""
+    for key in sorted({*was, *now}):
+        if isinstance(was.get(key), dict) and isinstance(now.get(key), dict):
+            same_run(folder, was[key], now[key])
+        elif was.get(key) != now.get(key):
+            raise InvalidData(
+                f"{folder} holds another training: {key} was {was.get(key)!r} there and is "
+                f"{now.get(key)!r} now; give the same options to go on, or another folder"
+            )
+
+
+# --- the result ------------------------------------------------------------------------------------
+
+
+def finished(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The recipe file of a folder in which this run is over already; another one there is an error."""
+    if not (folder / MODEL).is_file():
+        return None
+    try:
+        said = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
+        was = said["run"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidData(
+            f"{folder} holds a {MODEL} that did not come from here; choose another folder"
+        ) from error
+    same_run(folder, was, identity)
+    return dict(said)
+
+
+def write_json(place: Path, value: Mapping[str, Any]) -> None:
+    """A JSON file, whole or not at all."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(place) as fresh:
+        fresh.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def packed(tensors: Mapping[str, torch.Tensor], *, int8: bool) -> dict[str, torch.Tensor]:
+    """Tensors as they are stored: in half precision, large matrices in 8 bits with a scale per row."""
+    stored: dict[str, torch.Tensor] = {}
+    for name, value in tensors.items():
+        value = value.detach().cpu()
+        if not value.is_floating_point():
+            stored[name] = value.contiguous()
+        elif int8 and value.dim() == 2 and value.numel() >= _LARGE:
+            scale = value.float().abs().amax(1).clamp(min=1e-12) / 127.0
+            stored[name] = (value.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+            stored[f"{name}.scale"] = scale
+        else:
+            stored[name] = value.to(torch.float16).contiguous()
+    return stored
+
+
+def write_model(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    int8: bool,
+) -> int:
+    """config.json and model.safetensors; how many bytes the latter has."""
+    write_json(folder / CONFIG, config)
+    with replacing(folder / MODEL) as fresh:
+        save_file(packed(tensors, int8=int8), fresh, {"format": "pt"})
+    return (folder / MODEL).stat().st_size

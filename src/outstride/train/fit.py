@@ -1,0 +1,303 @@
+"""`fit`: trains what a recipe says, and leaves a folder with the result.
+
+The training is a function of the recipe with its options, the seed, the rows and the number of steps,
+up to the rounding of the device; a run that was broken off and goes on gives the same weights as one
+that was not. `minutes` chooses the number of steps by timing a few beforehand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import outstride
+from outstride.errors import InvalidData, InvalidParams, OutstrideError
+from outstride.train import checkpoint
+from outstride.train.checkpoint import Progress
+from outstride.train.loop import Pace, advance, batches, optimizer_of, rate_at, rehearsed
+from outstride.train.patience import patient
+from outstride.train.picture import picture
+from outstride.train.recipe import Measured, Recipe
+from outstride.train.words import Rows, replacing
+
+KEEP = 60.0
+"""Seconds between checkpoints."""
+_MEASURES = 8
+"""How often held-out texts are measured, unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How long and how a recipe is trained."""
+
+    steps: int | None = None
+    minutes: float | None = None
+    batch: int = 32
+    peak: float = 1e-3
+    seed: int = 0
+    held: float = 0.02
+    every: int = 0
+    """Steps between measurements; 0: eight in all."""
+    int8: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.minutes is None):
+            raise InvalidParams("say how long to train: a number of steps or of minutes")
+        long = self.minutes if self.steps is None else self.steps
+        if long is None or long <= 0 or self.batch < 1 or self.every < 0:
+            raise InvalidParams("steps, minutes and batch are above 0, and every is not below")
+        if not 0.0 < self.peak < 1.0 or not 0.0 < self.held < 1.0:
+            raise InvalidParams("the peak learning rate and the held-out share lie between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a run stands."""
+
+    step: int
+    steps: int
+    loss: float
+    """Of late."""
+    tokens_per_second: float
+    left: float
+    """Seconds, about."""
+    measured: Measured | None = None
+    """If it was just measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What came of it."""
+
+    folder: Path
+    steps: int
+    untrained: dict[str, Any]
+    trained: dict[str, Any]
+    size: int
+    """Bytes of the weights."""
+    already: bool = False
+    """Whether it was there before."""
+
+
+Say = Callable[[Standing], None]
+
+
+def fit(
+    recipe: Recipe,
+    rows: Rows,
+    out: Path,
+    course: Course,
+    *,
+    options: Mapping[str, Any],
+    data: Mapping[str, Any],
+    say: Say = lambda standing: None,
+) -> Fitted:
+    """Trains, or goes on with what was broken off in the folder."""
+    if recipe.changes_target and course.int8:
+        raise InvalidParams(f"{recipe.name} leaves a model in 16 bits: int8 is for parts")
+    train, held = rows.split(course.held)
+    if not len(train) or not len(held):
+        raise InvalidData(f"{len(rows)} texts are too few to train on and to hold some out")
+    identity = _identity(recipe, rows, course, options)
+    if (said := checkpoint.finished(out, identity)) is not None:
+        over = said["measured"]
+        return Fitted(out, said["steps"], over[0], over[-1], said["bytes"], already=True)
+    run = _Run(recipe, train, held, out, course, identity, dict(data), say)
+    return run()
+
+
+def _identity(
+    recipe: Recipe, rows: Rows, course: Course, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What has to be equal for a run to go on."""
+    keys = rows.keys.cpu().numpy().tobytes() + rows.stops.cpu().numpy().tobytes()
+    return {
+        "recipe": recipe.name,
+        "options": dict(options),
+        "target": dict(recipe.target.about()),
+        "rows": list(rows.tokens.shape),
+        "words": hashlib.sha256(keys).hexdigest()[:16],
+        "steps": course.steps,
+        "minutes": course.minutes,
+        "batch": course.batch,
+        "peak": course.peak,
+        "seed": course.seed,
+        "held": course.held,
+        "every": course.every,
+        "int8": course.int8,
+    }
+
+
+@dataclass(slots=True)
+class _Run:
+    """One training from its preparation to its result."""
+
+    recipe: Recipe
+    train: Rows
+    held: Rows
+    out: Path
+    course: Course
+    identity: dict[str, Any]
+    data: dict[str, Any]
+    say: Say
+    numbers: torch.Generator = field(init=False)
+    optimizer: torch.optim.AdamW = field(init=False)
+    progress: Progress = field(default_factory=Progress)
+    _fresh: list[torch.Tensor] = field(default_factory=list)
+    """Losses that are still on the device."""
+    _since: float = 0.0
+
+    def __call__(self) -> Fitted:
+        self._prepare()
+        self._since = time.monotonic()
+        with patient() as asked:
+            self._go(asked)
+        return self._finish()
+
+    def _prepare(self) -> None:
+        recipe, course, device = self.recipe, self.course, self.recipe.target.device
+        torch.manual_seed(course.seed)
+        recipe.prepare(self.train)
+        self.train, self.held = self.train.to(device), self.held.to(device)
+        self.numbers = torch.Generator(device).manual_seed(course.seed)
+        self.optimizer = optimizer_of(recipe.weights)
+        found = checkpoint.restore(
+            self.out, self.identity, recipe.weights, self.optimizer, self.numbers
+        )
+        if found is not None:
+            self.progress = found
+            return
+        start = time.monotonic()
+        self._measure()
+        self.progress.steps = course.steps or self._affordable(time.monotonic() - start)
+        checkpoint.write_json(self.out / checkpoint.RECIPE, self._about())
+
+    def _affordable(self, measuring: float) -> int:
+        """How many steps fit into the minutes; nothing is learned from finding out."""
+        course, recipe = self.course, self.recipe
+        numbers = torch.Generator(recipe.target.device).manual_seed(course.seed)
+        rows = batches(len(self.train), course.batch, course.seed)
+
+        def step() -> torch.Tensor:
+            given = self.train.take(next(rows).to(recipe.target.device))
+            return advance(lambda: recipe.loss(given, numbers), recipe.weights, self.optimizer, 0.0)
+
+        each = rehearsed(step)
+        self.optimizer = optimizer_of(recipe.weights)
+        return max(1, int((60.0 * (course.minutes or 0.0) - _MEASURES * measuring) / each))
+
+    def _go(self, asked: Callable[[], bool]) -> None:
+        recipe, course, now = self.recipe, self.course, self.progress
+        every = course.every or max(1, math.ceil(now.steps / _MEASURES))
+        rows = batches(len(self.train), course.batch, course.seed, now.step)
+        pace, kept = Pace(now.steps), time.monotonic()
+        while now.step < now.steps:
+            given = self.train.take(next(rows).to(recipe.target.device))
+            recipe.progress = now.step / now.steps
+            loss = advance(
+                lambda given=given: recipe.loss(given, self.numbers),  # type: ignore[misc]
+                recipe.weights,
+                self.optimizer,
+                rate_at(now.step, now.steps, course.peak),
+            )
+            self._fresh.append(loss)
+            now.step += 1
+            due, measured = pace.due(now.step), None
+            if now.step % every == 0 or now.step == now.steps:
+                measured = self._measure()
+            if due or measured:
+                self._collect()
+                width = course.batch * self.train.tokens.shape[1]
+                late = now.losses[-50:]
+                speed = width * pace.rate()
+                mean = sum(late) / len(late)
+                self.say(Standing(now.step, now.steps, mean, speed, pace.left(), measured))
+            if now.step < now.steps and (asked() or time.monotonic() - kept > KEEP):
+                self._keep()
+                kept = time.monotonic()
+                if asked():
+                    raise KeyboardInterrupt
+
+    def _measure(self) -> Measured:
+        self._collect()
+        found = self.recipe.measure(self.held)
+        self.progress.measured.append({"step": self.progress.step, **found.to_dict()})
+        return found
+
+    def _collect(self) -> None:
+        """Brings losses from the device; whoever lost its way is stopped before it is kept."""
+        if not self._fresh:
+            return
+        losses = torch.stack(self._fresh).double().cpu().tolist()
+        self._fresh = []
+        if not all(map(math.isfinite, losses)):
+            raise OutstrideError(
+                f"the loss is no longer a number near step {self.progress.step}; give a lower "
+                "--peak and another folder, or delete this one"
+            )
+        self.progress.losses += losses
+
+    def _keep(self) -> None:
+        now = self.progress
+        self._collect()
+        now.seconds += time.monotonic() - self._since
+        self._since = time.monotonic()
+        checkpoint.save(
+            self.out, self.identity, now, self.recipe.weights, self.optimizer, self.numbers
+        )
+        self._draw()
+
+    def _draw(self) -> None:
+        now = self.progress
+        points = [(entry["step"], entry["tokens_per_pass"]) for entry in now.measured]
+        with replacing(self.out / checkpoint.PICTURE) as fresh:
+            fresh.write_text(picture(now.losses, points, self.recipe.name), encoding="utf-8")
+
+    def _finish(self) -> Fitted:
+        recipe, now = self.recipe, self.progress
+        now.seconds += time.monotonic() - self._since
+        target = dict(recipe.target.about())
+        about = {"outstride": recipe.name, "version": checkpoint.VERSION, "target": target}
+        self._draw()
+        size = recipe.write(self.out, about, int8=self.course.int8)
+        checkpoint.write_json(self.out / checkpoint.RECIPE, {**self._about(), "bytes": size})
+        checkpoint.forget(self.out)
+        return Fitted(self.out, now.steps, now.measured[0], now.measured[-1], size)
+
+    def _about(self) -> dict[str, Any]:
+        """Everything about a run, for the recipe file."""
+        now, device = self.progress, self.recipe.target.device
+        card = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
+        return {
+            "run": self.identity,
+            "steps": now.steps,
+            "data": self.data,
+            "texts": {"trained on": len(self.train), "held out": len(self.held)},
+            "weights": sum(value.numel() for value in self.recipe.weights.values()),
+            "device": card or platform.processor() or platform.machine(),
+            "versions": {
+                "outstride": outstride.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "seconds": round(now.seconds, 1),
+            "losses": _thinned(now.losses),
+            "measured": now.measured,
+        }
+
+
+def _thinned(losses: list[float], most: int = 200) -> list[list[float]]:
+    """Means of stretches of steps: [last step, loss]."""
+    size = max(1, -(-len(losses) // most))
+    parts = [losses[i : i + size] for i in range(0, len(losses), size)]
+    return [
+        [min((i + 1) * size, len(losses)), round(sum(p) / len(p), 5)] for i, p in enumerate(parts)
+    ]

@@ -1,0 +1,36 @@
+"""Ctrl-C between two steps instead of within one, so that what is kept is never half of a step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def patient() -> Iterator[Callable[[], bool]]:
+    """Yields what to ask whether somebody wants an end. Who asks for it twice gets it at once.
+
+    Outside the main thread signals arrive elsewhere, and nothing is changed.
+    """
+    asked = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,311 @@
+"""Words: the corpus that a model wrote, on disk in shards, and the rows that training reads.
+
+A folder of words holds `words.json`, which says whose words they are and how they came about, and
+shards of whole texts:
+
+    tokens   int32, all texts one behind the other
+    starts   int64, where each text begins
+    prompts  int32, how long the prompt at the beginning of each text is
+    sampled  uint8, 1 where the answer was sampled and 0 where it is greedy
+
+A shard is written beside its place and renamed, so a kill leaves whole ones, and each says in its
+metadata which number the next text has, so that writing can go on behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from outstride.errors import InvalidData
+
+ABOUT = "words.json"
+VERSION = 1
+_KINDS = {"tokens": "int32", "starts": "int64", "prompts": "int32", "sampled": "uint8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One text: a prompt in the model's chat format, and the answer, its end included."""
+
+    tokens: Sequence[int]
+    prompt: int
+    """How many of the tokens are the prompt."""
+    sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Texts side by side, for training: one per row, cut or padded to one length."""
+
+    tokens: torch.Tensor
+    """int64 [n, length]; behind a text there are ends of text."""
+    starts: torch.Tensor
+    """int64 [n]: where the answer begins."""
+    stops: torch.Tensor
+    """int64 [n]: where the text ends."""
+    sampled: torch.Tensor
+    """bool [n]: whether the answer was sampled; the others are greedy."""
+    keys: torch.Tensor
+    """int64 [n]: a hash of each text, which decides whether it is held out."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def to(self, device: str | torch.device) -> Rows:
+        return self._each(lambda value: value.to(device))
+
+    def take(self, rows: torch.Tensor | slice) -> Rows:
+        """Some of the rows, by number or by a mask."""
+        return self._each(lambda value: value[rows])
+
+    def split(self, held: float = 0.02) -> tuple[Rows, Rows]:
+        """Rows to train on, and a share to measure on. It depends on a text alone where it goes."""
+        if not 0.0 < held < 1.0:
+            raise ValueError(f"the share that is held out lies between 0 and 1, not at {held}")
+        out = self.keys % 10_000 < round(held * 10_000)
+        if len(self) >= 2 and (out.all() or not out.any()):
+            out = torch.zeros_like(out)  # too few for shares: one of them
+            out[self.keys.argmin()] = True
+        return self.take(~out), self.take(out)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Rows:
+        return Rows(*(change(getattr(self, field.name)) for field in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Some whole texts."""
+
+    tokens: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int64]
+    prompts: npt.NDArray[np.int32]
+    sampled: npt.NDArray[np.uint8]
+    after: int
+    """The number of the text that comes next; those that were thrown away have numbers too."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def texts(self) -> Iterator[Text]:
+        stops = np.append(self.starts, len(self.tokens))[1:].tolist()
+        for i, (start, stop) in enumerate(zip(self.starts.tolist(), stops, strict=True)):
+            tokens = self.tokens[start:stop].tolist()
+            yield Text(tokens, int(self.prompts[i]), bool(self.sampled[i]))
+
+
+class Words:
+    """A folder of words; `about` is what its words.json says."""
+
+    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.about = dict(about)
+
+    @classmethod
+    def open(cls, folder: str | Path, vocabulary: str | None = None) -> Words:
+        """The words in a folder; with `vocabulary`, they must be of that digest."""
+        folder = Path(folder)
+        path = folder / ABOUT
+        if not path.is_file():
+            raise InvalidData(
+                f"{folder} holds no words ({ABOUT} is not there); "
+                f"`outstride write-data MODEL --out {folder}` writes some"
+            )
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+            size, end = int(about["vocab_size"]), int(about["end"])
+            digest, version = str(about["vocabulary"]), int(about["version"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidData(f"{path} is damaged ({error}); write the words again") from error
+        if version != VERSION:
+            raise InvalidData(f"{path} has version {version}; this program reads {VERSION}")
+        if size < 1 or not 0 <= end < size:
+            raise InvalidData(f"{path} is damaged (end {end} of {size} tokens); write them again")
+        words = cls(folder, about)
+        if vocabulary is not None and vocabulary != digest:
+            raise InvalidData(
+                f"the words in {folder} are of {about.get('model', 'another model')}, which has "
+                "another vocabulary; write words with the model that you train for"
+            )
+        return words
+
+    @classmethod
+    def create(cls, folder: str | Path, about: Mapping[str, Any]) -> Words:
+        """A folder with no words yet, or one that was begun in the same way."""
+        folder = Path(folder)
+        about = {"version": VERSION, **about}
+        if (folder / ABOUT).is_file():
+            words = cls.open(folder)
+            if other := sorted(k for k in about if words.about.get(k) != about[k]):
+                was, now = words.about.get(other[0]), about[other[0]]
+                raise InvalidData(
+                    f"{folder} holds words that were written otherwise: {other[0]} was {was!r} and "
+                    f"is {now!r} now; give the same options to go on, or another folder"
+                )
+            return words
+        folder.mkdir(parents=True, exist_ok=True)
+        words = cls(folder, about)
+        words.note()
+        return words
+
+    @property
+    def end(self) -> int:
+        """The id behind a text."""
+        return int(self.about["end"])
+
+    def paths(self) -> list[Path]:
+        return sorted(self.folder.glob("part-*.safetensors"))
+
+    def shards(self) -> Iterator[Shard]:
+        """All shards in order, each checked."""
+        for path in self.paths():
+            yield self._read(path)
+
+    def append(self, texts: Sequence[Text], after: int) -> None:
+        """One more shard; the text behind it will have the number `after`."""
+        lengths = [len(text.tokens) for text in texts]
+        starts = np.concatenate([[0], np.cumsum(lengths[:-1])]) if texts else np.zeros(0)
+        flat = np.fromiter((t for text in texts for t in text.tokens), np.int32, sum(lengths))
+        number = len(self.paths())
+        tensors = {
+            "tokens": torch.from_numpy(flat),
+            "starts": torch.from_numpy(starts.astype(np.int64)),
+            "prompts": torch.tensor([text.prompt for text in texts], dtype=torch.int32),
+            "sampled": torch.tensor([text.sampled for text in texts], dtype=torch.uint8),
+        }
+        place = self.folder / f"part-{number:04d}.safetensors"
+        with replacing(place) as fresh:
+            save_file(tensors, fresh, {"after": str(after)})
+
+    def note(self, **counts: Any) -> None:
+        """Writes words.json, with counts of what there is by now."""
+        self.about.update(counts)
+        with replacing(self.folder / ABOUT) as fresh:
+            fresh.write_text(json.dumps(self.about, indent=1) + "\n", encoding="utf-8")
+
+    def _read(self, path: Path) -> Shard:
+        try:
+            with safe_open(path, "numpy") as file:
+                found = {name: file.get_tensor(name) for name in _KINDS}
+                shard = Shard(**found, after=int((file.metadata() or {})["after"]))
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise InvalidData(
+                f"{path} is cut off or damaged ({error}); delete it and all parts behind it, and "
+                "run write-data again with the same options"
+            ) from error
+        self._check(path, shard)
+        return shard
+
+    def _check(self, path: Path, shard: Shard) -> None:
+        sizes = np.diff(np.append(shard.starts, len(shard.tokens)))
+        sound = (
+            all(str(getattr(shard, name).dtype) == kind for name, kind in _KINDS.items())
+            and len(shard.starts) == len(shard.prompts) == len(shard.sampled)
+            and (len(shard) == 0 or shard.starts[0] == 0)
+            and bool(((shard.prompts >= 0) & (sizes > shard.prompts)).all())
+        )
+        if not sound:
+            raise InvalidData(f"{path}: its tensors contradict each other; delete it")
+        size = int(self.about["vocab_size"])
+        if len(shard.tokens) and not 0 <= shard.tokens.min() <= shard.tokens.max() < size:
+            raise InvalidData(
+                f"{path} holds token ids outside the vocabulary of {size} tokens; delete it"
+            )
+
+    def rows(self, length: int) -> Rows:
+        """One row for each text: its first `length` tokens, if some of the answer is among them."""
+        if length < 2:
+            raise ValueError(f"rows have at least 2 tokens, not {length}")
+        parts = [_rows(shard, length, self.end) for shard in self.shards()]
+        if not parts or not sum(map(len, parts)):
+            raise InvalidData(
+                f"{self.folder} holds no text with an answer within {length} tokens; "
+                "run write-data for longer"
+            )
+        tables = zip(
+            *([getattr(part, f.name) for f in fields(Rows)] for part in parts), strict=True
+        )
+        return Rows(*(torch.cat(table) for table in tables))
+
+
+def _rows(shard: Shard, length: int, end: int) -> Rows:
+    sizes = np.diff(np.append(shard.starts, len(shard.tokens)))
+    stops = np.minimum(sizes, length)
+    firsts = np.maximum(shard.prompts, 1)
+    tokens = _table(shard, sizes, length, end)
+    return Rows(
+        torch.from_numpy(tokens),
+        torch.from_numpy(firsts.astype(np.int64)),
+        torch.from_numpy(stops.astype(np.int64)),
+        torch.from_numpy(shard.sampled.astype(bool)),
+        torch.from_numpy(_keys(_table(shard, sizes, _KEYED, end))),
+    ).take(torch.from_numpy(firsts < stops))
+
+
+def _table(
+    shard: Shard, sizes: npt.NDArray[np.int64], length: int, end: int
+) -> npt.NDArray[np.int64]:
+    """The first tokens of each text, padded with ends of text."""
+    if not len(shard):
+        return np.zeros((0, length), np.int64)
+    places = np.arange(length)
+    flat = np.minimum(shard.starts[:, None] + places, len(shard.tokens) - 1)
+    return np.where(places < sizes[:, None], shard.tokens[flat], end).astype(np.int64)
+
+
+_KEYED = 128
+"""Tokens of a text that its hash looks at."""
+
+
+def _keys(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """A hash of each row; it depends on nothing else, so held-out texts stay held out."""
+    state = np.full(len(tokens), 0xCBF29CE484222325, np.uint64)
+    for column in tokens.astype(np.uint64).T:
+        state = (state ^ (column + np.uint64(1))) * np.uint64(0x100000001B3)
+        state ^= state >> np.uint64(29)
+    return (state >> np.uint64(1)).astype(np.int64)
+
+
+def _mode() -> int:
+    """Who may read a new file, as the user has it; some writers make theirs private."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+_MODE = _mode()
+
+
+@contextlib.contextmanager
+def replacing(place: Path) -> Iterator[Path]:
+    """A name to write a file under; if that went well, the file takes its place, else it goes.
+
+    What stood there before is whole until then, whatever happens. A full disk is said in words.
+    """
+    fresh = place.with_name(f".{place.name}.{os.getpid()}")
+    try:
+        yield fresh
+        with fresh.open("rb") as file:
+            os.fsync(file.fileno())
+        fresh.chmod(_MODE)
+        fresh.replace(place)
+    except (OSError, SafetensorError) as error:
+        fresh.unlink(missing_ok=True)
+        raise InvalidData(
+            f"cannot write {place}: {error}; make room or choose another folder, then give the same "
+            "command again: what was written before is whole"
+        ) from error
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise

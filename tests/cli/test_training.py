@@ -1,0 +1,138 @@
+"""`outstride write-data` and `outstride train`, one behind the other on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from outstride.train.words import Words
+from tests.cli.shell import Ran, Shell
+from tests.serve import tiny
+
+PROMPTS = [f"Tell me about number {i}, please." for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.make(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+def write(shell: Shell, model: str, folder: Path, *more: str) -> Ran:
+    prompts = folder.parent / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    options = ["--tokens", "120", "--max-answer", "10", "--weights", "fp32", "--concurrency", "8"]
+    given = ["--prompts", str(prompts)]
+    return shell("write-data", model, "--out", str(folder), *given, *options, *more)
+
+
+def train(shell: Shell, model: str, folder: Path, *more: str) -> Ran:
+    options = ["--steps", "3", "--batch", "4", "--length", "96", "--held", "0.2", "--device", "cpu"]
+    small = ["--set", "layers=1,block=4,anchors=4,taps=1,2,rank=4"]
+    places = ["--data", str(folder / "words"), "--out", str(folder / "part")]
+    return shell("train", "block-drafter", "--model", model, *places, *options, *small, *more)
+
+
+def test_from_words_to_a_trained_part(shell: Shell, model: str, tmp_path: Path) -> None:
+    ran = write(shell, model, tmp_path / "words")
+    assert ran.code == 0, ran.err
+    assert "tokens/s" in ran.err
+    about = Words.open(tmp_path / "words").about
+    assert about["order"]["prompts"] == 24
+    texts, tokens = about["texts"], about["tokens"]
+    assert texts < 24
+    assert 120 <= tokens < 130
+    assert f"{texts} texts, {tokens} tokens of answers" in ran.out
+    again = write(shell, model, tmp_path / "words")
+    assert f"holds {texts} texts; going on" in again.err
+    assert again.out == ran.out
+
+    ran = train(shell, model, tmp_path)
+    assert ran.code == 0, ran.err
+    assert "expected tokens per pass: " in ran.out
+    assert "expected speed-up on this machine: " in ran.out
+    assert "step 3 of 3" in ran.err
+    config = json.loads((tmp_path / "part" / "config.json").read_text())
+    assert config["outstride"] == "block-drafter"
+    assert config["target"]["layers"] == 2
+    recipe = json.loads((tmp_path / "part" / "recipe.json").read_text())
+    assert recipe["run"]["options"]["block"] == 4
+    assert recipe["data"]["order"]["max_answer"] == 10
+    with safe_open(tmp_path / "part" / "model.safetensors", "pt") as file:
+        assert file.get_tensor("fc.weight").shape == (64, 128)
+    again = train(shell, model, tmp_path, "--no-forecast")
+    assert "holds this training already" in again.out
+    assert "speed-up" not in again.out
+    other = train(shell, model, tmp_path, "--seed", "1")
+    assert other.code == 1
+    assert "seed was 0 there and is 1 now" in other.err
+
+
+def test_words_of_another_model_are_refused(shell: Shell, model: str, tmp_path: Path) -> None:
+    write(shell, model, tmp_path / "words", "--tokens", "20")
+    about = json.loads((tmp_path / "words" / "words.json").read_text())
+    (tmp_path / "words" / "words.json").write_text(json.dumps({**about, "vocabulary": "-"}))
+    ran = train(shell, model, tmp_path)
+    assert ran.code == 1
+    assert "another vocabulary" in ran.err
+
+
+def test_no_words(shell: Shell, model: str, tmp_path: Path) -> None:
+    ran = train(shell, model, tmp_path)
+    assert ran.code == 1
+    assert "outstride write-data MODEL --out" in ran.err
+
+
+def test_other_options_are_refused_for_words_that_were_begun(
+    shell: Shell, model: str, tmp_path: Path
+) -> None:
+    assert write(shell, model, tmp_path / "words", "--tokens", "20").code == 0
+    ran = write(shell, model, tmp_path / "words", "--seed", "2")
+    assert ran.code == 1
+    assert "written otherwise" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train"], "name a recipe, --data"),
+        (["train", "block-draft", "--data", "a", "--out", "b"], "did you mean block-drafter"),
+        (["train", "block-drafter", "--data", "a", "--out", "b", "--set", "x=1"], "no option 'x'"),
+        (["train", "block-drafter", "--data", "a", "--out", "b", "--steps", "0"], "above 0"),
+        (["write-data", "--out", "w", "--tokens", "0"], "above 0"),
+        (["write-data", "--out", "w", "--answers", "greedy=0.6,sampled=0.6"], "add up to 1"),
+        (["write-data", "--out", "w", "--answers", "spoken=1"], "has no option 'spoken'"),
+        (["write-data", "--out", "w", "--kinds", "2"], "between 0 and 1"),
+        (["write-data", "--out", "w", "--workers", "0"], "at least 1"),
+        (["write-data", "nothing-of-that-name", "--out", "w"], "there is no model"),
+    ],
+)
+def test_wrong_command_lines(
+    arguments: list[str],
+    said: str,
+    shell: Shell,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = shell(*arguments)
+    assert ran.code == 1
+    assert said in ran.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_list_of_recipes(shell: Shell) -> None:
+    ran = shell("train", "--list")
+    assert ran.code == 0
+    assert "block-drafter" in ran.out
+    assert "anchors" in ran.out
+    assert "the model stays as it is" in ran.out
+
+
+@pytest.mark.parametrize("command", ["write-data", "train"])
+def test_help(command: str, shell: Shell) -> None:
+    ran = shell(command, "--help")
+    assert ran.code == 0
+    assert "The same command goes on where it was broken off" in " ".join(ran.out.split())
