@@ -100,7 +100,7 @@ def test_auto_is_the_default_of_a_model_that_only_fills_in() -> None:
 
 def test_awaiting_fills_in_and_shows_the_canvas_alike() -> None:
     async def scenario() -> None:
-        params = SamplingParams(temperature=0.8, seed=3, n=2)
+        params = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=12)
         with masked_llm() as llm:
             filled = llm.fill(TEXT, params)
             chunks = list(llm.stream("hello", params, canvas=True))
