@@ -12,9 +12,8 @@ export PYTHON ?=
 # pip shows its progress bars on a terminal and says nothing but errors elsewhere.
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install $$([ -t 1 ] || echo -qq) -c constraints.txt
 
-# Code repeats itself, which is where prompt lookup saves passes.
 PROMPT ?= Write a Python class Point with x, y and z, and methods to add, subtract and scale points.
-METHOD ?= ngram:length=3
+METHOD ?= auto
 ARGS ?=
 # `make run PROMPT=…` takes any text. It travels through the environment, where no shell looks at it;
 # $(value …) and unexport keep make itself from expanding dollars that the caller wrote.

@@ -31,7 +31,7 @@ class BlockDrafter(Drafter):
 
     part = "block-drafter"
 
-    def __init__(self, *, from_: str = "", nodes: int = 16, width: int = 4) -> None:
+    def __init__(self, *, from_: str = "", nodes: int = 15, width: int = 4) -> None:
         if nodes < 1 or not 1 <= width <= CANDIDATES:
             raise ValueError(f"needs nodes >= 1 and 1 <= width <= {CANDIDATES}")
         self.grafts = (from_,)
