@@ -66,7 +66,7 @@ def waits(timed: Timed, patch: pytest.MonkeyPatch, length: int = 3000) -> list[f
     patch.setattr(cost_module, "time", clock)
     patch.setattr(engine_module, "time", clock)
     engine = Engine({TARGET: timed.toy})
-    engine.scheduler.cost = measure(timed.toy, engine.passes.pools[TARGET], 256)
+    engine.scheduler.cost = measure(timed.toy, engine.passes.pools[TARGET], 256, reading=True)
     params = SamplingParams(max_tokens=900, ignore_eos=True)
     talking = [engine.submit([5, 6, i], params, PLAIN) for i in range(8)]
     for _ in range(40):

@@ -25,7 +25,8 @@ from outstride.core.sequence import Table
 KNOTS = (1, 2, 4, 8, 16, 17, 32, 64)
 """Kernels take sixteen rows at a time: the seventeenth costs more than those before it."""
 CACHED = 128
-ROUNDS = 5
+ROUNDS, LARGE = 5, 16
+"""How often passes are timed, and from how many nodes on less often: they take long."""
 CANDIDATES = 8
 ASKING = 0.2
 """What a pass of a trained part is taken to cost, in plain passes, until one was made."""
@@ -192,8 +193,11 @@ def _rising(values: list[float]) -> list[float]:
     return [total / count for total, count in groups for _ in range(count)]
 
 
-def measure(model: Model, pool: PagePool, most: int) -> Cost | None:
-    """Times real passes over trees behind some entries, in turns; None while there is no room."""
+def measure(model: Model, pool: PagePool, most: int, *, reading: bool = False) -> Cost | None:
+    """Times real passes over trees behind some entries, in turns; None while there is no room.
+
+    reading: also what it costs to read on in a long prompt, for those who are going to serve many.
+    """
     knots = [n for n in KNOTS if n <= max(most, 1)]
     room = min(pool.available * pool.page_size, model.context) - CACHED
     knots = [n for n in knots if n <= room]
@@ -204,12 +208,13 @@ def measure(model: Model, pool: PagePool, most: int) -> Cost | None:
     times: dict[int, list[float]] = {nodes: [] for nodes in knots}
     clock.run(CACHED)
     table.positions = list(range(CACHED))
-    for _ in range(ROUNDS):
+    for turn in range(ROUNDS):
         for nodes in knots:
-            times[nodes].append(clock.run(nodes))
+            if turn < ROUNDS - 2 or nodes < LARGE:
+                times[nodes].append(clock.run(nodes))
     cost = Cost({nodes: median(seconds) for nodes, seconds in times.items()})
     far = min(FAR, room + CACHED - PIECE)
-    if far > 2 * CACHED and pool.reserve(table, far + PIECE - CACHED) is not None:
+    if reading and far > 2 * CACHED and pool.reserve(table, far + PIECE - CACHED) is not None:
         _measure_reading(cost.reading, clock, far)
     table.positions = []
     pool.close(table)
