@@ -333,6 +333,7 @@ def main() -> None:
     )
     tokenizer = pickle.dumps(llm.tokenizer)
     pool = llm.engine.passes.pools[TARGET]
+    llm.method("auto")  # what it needs is attached before anything is read
     llm.engine.scheduler.cost = measure(llm.model, pool, settings.max_nodes, reading=True)
     for name in settings.draft_models:
         llm.method(f"draft:model={name}")
