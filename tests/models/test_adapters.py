@@ -247,3 +247,19 @@ def test_without_masks_nothing_is_gated(tmp_path: Path, monkeypatch: pytest.Monk
     Hand(model, PAGES).read(tokens(20), 8)
     assert spans
     assert all(span.gates is None for span in spans)
+
+
+def test_the_fingerprint_names_it(tmp_path: Path) -> None:
+    """Masked texts depend on the adapter, so what names the build must change with it."""
+    names = set()
+    for seed in (None, 5, 6):
+        model = random_decoder(tiny(tied=True))
+        if seed is not None:
+            folder = tmp_path / str(seed)
+            attach(
+                model,
+                "adapter",
+                write_adapter(folder, model.config, adapter_tensors(model.config, seed)),
+            )
+        names.add(model.fingerprint)
+    assert len(names) == 3

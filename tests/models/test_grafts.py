@@ -282,3 +282,19 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "words" / "model.safetensors").write_bytes(b"12")
     with pytest.raises(CorruptModel, match="cannot be read"):
         attach(model, "part", tmp_path / "words")
+
+
+@pytest.mark.parametrize("fault", ["taps", "no block", "ids", "below", "no words"])
+def test_a_part_that_contradicts_itself_is_refused(tmp_path: Path, fault: str) -> None:
+    config = tiny(layers=3, tied=True)
+    part, changes = part_tensors(config), dict[str, Any]()
+    if fault == "taps":
+        changes["taps"] = [1, 2, 9]
+    elif fault == "no block":
+        changes["block"] = None
+    elif fault == "no words":
+        del part["vocabulary"]
+    else:
+        part["vocabulary"][0 if fault == "below" else -1] = -5 if fault == "below" else 5000
+    with pytest.raises(CorruptModel, match="not a whole block-drafter"):
+        attach(random_decoder(config), "part", write_part(tmp_path / "p", config, part, **changes))

@@ -240,6 +240,11 @@ class Decoder:
 
     def attach(self, name: str, graft: Graft, weights: GraftWeights) -> None:
         """Takes in a trained part. It guesses and no more: no text depends on it."""
+        if any(not 0 <= tap <= self.layers for tap in weights.taps):
+            raise ValueError(f"it taps layers {weights.taps} of a model that has {self.layers}")
+        listed = weights.vocabulary
+        if not len(listed) or listed.min() < 0 or listed.max() >= self.vocab_size:
+            raise ValueError(f"its vocabulary is not part of the model's {self.vocab_size} tokens")
         with self._busy:
             first = self.ops.attach(name, weights)
             self._ranges[name] = first, first + len(weights.layers)
@@ -260,6 +265,8 @@ class Decoder:
             self.ops.adapt(layers)
             token = self.add_rows(mask)
             self.masking = Masking(token, block, shifted=True, causal=True, gated=True)
+            with_it = self.fingerprint.encode() + mask.float().numpy().tobytes()
+            self.fingerprint = hashlib.sha256(with_it).hexdigest()[:16]
             return self.masking
 
     # --- the contract -----------------------------------------------------------------------------

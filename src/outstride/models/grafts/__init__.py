@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outstride.errors import UnsupportedModel
+from outstride.errors import CorruptModel, UnsupportedModel
 from outstride.models.config import DecoderConfig
 from outstride.models.decoder import Decoder
 from outstride.models.grafts import (
@@ -63,4 +63,9 @@ def attach(model: Decoder, name: str, folder: Path, vocabulary: str = "") -> Non
             f"{folder} was made by {about['outstride']!r}; known are {', '.join(KINDS)}"
         )
     check(model.config, about.get("target", {}), folder, vocabulary)
-    KINDS[about["outstride"]](model, name, about, read_tensors(folder))
+    try:
+        KINDS[about["outstride"]](model, name, about, read_tensors(folder))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise CorruptModel(
+            f"{folder} is not a whole {about['outstride']}: {error!r}; train it again, or copy it again"
+        ) from error

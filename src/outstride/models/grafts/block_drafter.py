@@ -21,7 +21,7 @@ def attach(
     known, taps = model.config, tuple(map(int, about["taps"]))
     listed = tensors["vocabulary"].numpy().astype(np.int64)
     rows = np.full(known.vocab_size, len(listed), dtype=np.int64)
-    rows[listed] = np.arange(len(listed))
+    rows[listed] = np.arange(len(listed))  # an id that does not exist is an IndexError
     mask = model.add_rows(shaped(tensors, "mask.weight", (1, known.hidden_size)))
     size, wide = known.hidden_size, len(taps) * known.hidden_size
     rank = tensors["follow.after.weight"].shape[1]
