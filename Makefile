@@ -30,7 +30,7 @@ help: ## Say what can be made
 	@echo 'make serve                serve the OpenAI API on 127.0.0.1:8000; ARGS="…" as above'
 	@echo 'make test                 format check, lint, types, import rules, tests (sets itself up too)'
 	@echo 'make bench                measure everything, beside llama.cpp (built the first time: minutes) and'
-	@echo '                          others: bench/results/report.html, in under 30 minutes on two cores;'
+	@echo '                          others: bench/results/report.html;'
 	@echo '                          QUICK=1 takes two or three; GSM8K=FILE HUMANEVAL=FILE add scores'
 	@echo 'make sanitize             native tests under AddressSanitizer and UBSan'
 	@echo 'make format               rewrite the code in the project'"'"'s format'
