@@ -256,7 +256,7 @@ def test_a_block_that_saw_masks_is_kept() -> None:
             ]
             return replace(verdict, keep=(*verdict.keep, *map(NodeId, early)))
 
-    method = toy_method(inner.drafter, KeepsMasks(threshold=0.2))
+    method = toy_method(inner.drafter, KeepsMasks(threshold=0.2, cache="none"))
     with pytest.raises((IntegrityError, AssertionError)):
         outputs(method, "blocks")
 

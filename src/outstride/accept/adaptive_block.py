@@ -18,10 +18,10 @@ class AdaptiveBlock(Unmask):
     def __init__(
         self,
         *,
-        threshold: float = 0.9,
-        delimiters: str = "",
-        sure: float = 0.3,
-        shortest: int = 4,
+        threshold: float,
+        delimiters: str,
+        sure: float,
+        shortest: int,
     ) -> None:
         super().__init__()
         self.threshold = threshold

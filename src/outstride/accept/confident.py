@@ -15,7 +15,7 @@ from outstride.registry import acceptor
 class Confident(Acceptor):
     """Settles the next token, and those guessed behind it for as long as each is sure enough."""
 
-    def __init__(self, *, sure: float = 0.9) -> None:
+    def __init__(self, *, sure: float) -> None:
         self.sure = sure
 
     def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:

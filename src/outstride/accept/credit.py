@@ -25,11 +25,11 @@ class Credit(Unmask):
     def __init__(
         self,
         *,
-        threshold: float = 0.9,
-        weight: float = 1.0,
-        decay: float = 0.7,
-        power: float = 0.5,
-        cache: str = "none",
+        threshold: float,
+        weight: float,
+        decay: float,
+        power: float,
+        cache: str,
     ) -> None:
         super().__init__(cache=cache)
         self.threshold = threshold

@@ -15,9 +15,7 @@ from outstride.registry import acceptor
 class Dilated(Unmask):
     """Settles the open positions of the widest stride that still has some."""
 
-    def __init__(
-        self, *, base: int = 2, least: float = 0.0, block: int = 0, cache: str = "none"
-    ) -> None:
+    def __init__(self, *, base: int, least: float, block: int, cache: str) -> None:
         super().__init__(cache=cache)
         self.base = base
         self.least = least

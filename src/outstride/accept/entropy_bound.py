@@ -16,7 +16,7 @@ class EntropyBound(Unmask):
     entropies less the largest.
     """
 
-    def __init__(self, *, bound: float = 0.1, cache: str = "none") -> None:
+    def __init__(self, *, bound: float, cache: str) -> None:
         super().__init__(cache=cache)
         self.bound = bound
 

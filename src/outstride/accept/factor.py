@@ -12,7 +12,7 @@ from outstride.registry import acceptor
 class Factor(Unmask):
     """Settles the n surest for the largest n with (n + 1) * (1 - chance of the n-th) < `factor`."""
 
-    def __init__(self, *, factor: float = 1.0, cache: str = "none") -> None:
+    def __init__(self, *, factor: float, cache: str) -> None:
         super().__init__(cache=cache)
         self.factor = factor
 

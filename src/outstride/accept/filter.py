@@ -59,7 +59,7 @@ def _nines(chance: FloatArray) -> FloatArray:
 class Filter(Unmask):
     """Settles the guesses that a trained part expects to be those of the finished text."""
 
-    def __init__(self, *, from_: str, threshold: float = 0.0, cache: str = "none") -> None:
+    def __init__(self, *, from_: str, threshold: float, cache: str) -> None:
         super().__init__(cache=cache)
         self.part = from_
         self.threshold = threshold

@@ -16,11 +16,11 @@ class Gap(Unmask):
     def __init__(
         self,
         *,
-        early: float = 7.5,
-        middle: float = 5.0,
-        late: float = 2.5,
-        count: int = 1,
-        block: int = 0,
+        early: float,
+        middle: float,
+        late: float,
+        count: int,
+        block: int,
     ) -> None:
         super().__init__()
         self.bars = (early, middle, late)

@@ -29,7 +29,7 @@ class Guided(Unmask):
     the left came out as it read it.
     """
 
-    def __init__(self, *, weight: float = 0.5, agree: bool = False) -> None:
+    def __init__(self, *, weight: float, agree: bool) -> None:
         super().__init__()
         self.weight = weight
         self.agree = agree

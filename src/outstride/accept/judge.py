@@ -13,7 +13,7 @@ from outstride.registry import acceptor
 class Judge(Acceptor):
     """Walks down the draft along the target's tokens, or else the child that the judge likes best."""
 
-    def __init__(self, *, from_: str, sure: float = 0.9) -> None:
+    def __init__(self, *, from_: str, sure: float) -> None:
         self.judge = from_
         self.sure = sure
 

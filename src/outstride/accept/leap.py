@@ -15,10 +15,10 @@ class Leap(Unmask):
     def __init__(
         self,
         *,
-        anchor: float = 0.9,
-        relaxed: float = 0.75,
-        radius: int = 4,
-        cache: str = "none",
+        anchor: float,
+        relaxed: float,
+        radius: int,
+        cache: str,
     ) -> None:
         super().__init__(cache=cache)
         self.anchor = anchor

@@ -19,12 +19,12 @@ class Pipeline(Unmask):
     def __init__(
         self,
         *,
-        threshold: float = 0.9,
-        depth: int = 4,
-        start: float = 0.1,
-        due: float = 0.95,
-        penalty: float = 0.0,
-        block: int = 0,
+        threshold: float,
+        depth: int,
+        start: float,
+        due: float,
+        penalty: float,
+        block: int,
     ) -> None:
         super().__init__()
         self.threshold = threshold

@@ -32,12 +32,12 @@ class Refine(Unmask):
     def __init__(
         self,
         *,
-        threshold: float = 0.9,
-        blend: float = 0.5,
-        tokens: int = 8,
-        latent: int = 4,
-        calm: float = 0.1,
-        still: float = 0.001,
+        threshold: float,
+        blend: float,
+        tokens: int,
+        latent: int,
+        calm: float,
+        still: float,
     ) -> None:
         super().__init__()
         self.threshold = threshold

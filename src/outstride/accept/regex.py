@@ -24,7 +24,7 @@ class Regex(Unmask):
     Whatever is settled lies on one path to a complete text, so there always is a way on.
     """
 
-    def __init__(self, *, pattern: str, threshold: float = 0.9, block: int = 0) -> None:
+    def __init__(self, *, pattern: str, threshold: float, block: int) -> None:
         super().__init__()
         self.pattern = pattern
         self.threshold = threshold

@@ -13,7 +13,7 @@ from outstride.registry import acceptor
 class Steps(Unmask):
     """Settles the first `count` guesses of the order."""
 
-    def __init__(self, *, count: int = 1, order: str = "steady") -> None:
+    def __init__(self, *, count: int, order: str) -> None:
         super().__init__()
         self.count = count
         self.order = order

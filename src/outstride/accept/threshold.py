@@ -12,7 +12,7 @@ from outstride.registry import acceptor
 class Threshold(Unmask):
     """Settles all guesses whose probability reaches `threshold`."""
 
-    def __init__(self, *, threshold: float = 0.9, cache: str = "none") -> None:
+    def __init__(self, *, threshold: float, cache: str) -> None:
         super().__init__(cache=cache)
         self.threshold = threshold
 

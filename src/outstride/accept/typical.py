@@ -15,7 +15,7 @@ from outstride.registry import acceptor
 class Typical(Acceptor):
     """Takes the longest path of tokens above min(epsilon, delta * exp(-entropy)), then one more."""
 
-    def __init__(self, *, epsilon: float = 0.09, delta: float = 0.3) -> None:
+    def __init__(self, *, epsilon: float, delta: float) -> None:
         self.epsilon = epsilon
         self.delta = delta
 

@@ -33,7 +33,7 @@ def canvas_below(
 class Verify(Unmask):
     """Takes a step of `steps` on the canvas as it is, then on each canvas that equals the outcome."""
 
-    def __init__(self, *, count: int = 1, order: str = "steady", block: int = 0) -> None:
+    def __init__(self, *, count: int, order: str, block: int) -> None:
         super().__init__()
         self.count = count
         self.order = order
