@@ -119,7 +119,7 @@ HEAD = """# All methods, beside their papers
 <!-- written by tests/test_docs.py from the methods' docstrings and docs/figures.json -->
 
 Papers state speed-ups of their own models on their own machines, against baselines of their own;
-their figures are quoted from memory of their abstracts and were not looked up again.
+their figures are those of their abstracts, unless marked as not looked up.
 Ours are of the default model, or of the two small masked models that come with the package, with the
 command that prints them. They are not the same measure, and the last column says why they differ.
 

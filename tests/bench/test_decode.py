@@ -84,6 +84,25 @@ def test_ratios_are_means_over_groups() -> None:
     assert lines["m", "all"].ratio == 1.5
 
 
+def test_a_slow_stretch_spoils_no_ratio() -> None:
+    """Of five rounds, two may be slow for anybody."""
+    report = DecodeReport(["plain", "m"])
+    slow = {("plain", 1): 7.0, ("plain", 3): 2.0, ("m", 0): 5.0, ("m", 3): 9.0}
+    for number in range(5):
+        for prompt, seconds in (("x", 4.0), ("y", 2.0)):
+            for method, share in (("plain", 1.0), ("m", 0.5)):
+                took = seconds * share * slow.get((method, number), 1.0)
+                counts: Any = (10, 5, 10, {}, 1, 0, 0.0, {})
+                report.runs.append(
+                    Run(method, "g", 1, 0.0, number, False, (prompt,), took, *counts)
+                )
+    line = next(line for line in report.lines() if line.method == "m")
+    assert line.ratio == 2.0
+    assert line.tokens_per_second == 20 / 3.0
+    assert line.bound <= line.ratio
+    assert line.tokens_per_pass == 2.0
+
+
 @pytest.mark.parametrize("options", [{"batches": (0,)}, {"rounds": 0}, {"temperatures": (-1.0,)}])
 def test_numbers_must_make_sense(options: dict[str, Any]) -> None:
     with make_llm() as llm, pytest.raises(InvalidParams):

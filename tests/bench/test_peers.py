@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from outstride.bench import result
-from outstride.bench.peers import llama_cpp, openvino, ours, race, transformers, vllm
+from outstride.bench.peers import distant, llama_cpp, openvino, ours, race, transformers, vllm
 from outstride.bench.peers.peer import Ground
 from outstride.bench.peers.race import Course, RaceReport
 from outstride.bench.prompts import BenchPrompt
@@ -30,8 +32,14 @@ GROUND = Ground(Path("x.gguf"), VOCABULARY, threads=1, longest=600, crowd=2)
 
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (llama_cpp, ours, transformers):
+    for module in (llama_cpp, ours, race, transformers):
         monkeypatch.setattr(module, "SETTLE", 0.0)
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is installed in other environments."""
+    monkeypatch.setattr(distant, "_LOOK", "import sys; sys.exit(1)")
 
 
 @pytest.fixture
@@ -42,8 +50,8 @@ def llama(monkeypatch: pytest.MonkeyPatch) -> FakeLlama:
     return module
 
 
-def test_everybody_gets_the_same(llama: FakeLlama, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, vllm.PACKAGE, None)
+@pytest.mark.usefixtures("nobody")
+def test_everybody_gets_the_same(llama: FakeLlama) -> None:
     ticks: list[tuple[int, int]] = []
     with fake.make_llm(pages=512) as llm:
         given = [llm.encode(prompt.text, chat=True) for prompt in PROMPTS]
@@ -199,6 +207,7 @@ class FakeVllm(ModuleType):
 
 def test_vllm(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = FakeVllm()
+    monkeypatch.setattr(transformers, "formats", lambda: [torch.float32, torch.bfloat16])
     monkeypatch.setitem(sys.modules, vllm.PACKAGE, module)
     ground = Ground(checkpoint, 100, threads=2, longest=99, crowd=4)
     plain, speculating = vllm.open_all(ground)
@@ -207,6 +216,7 @@ def test_vllm(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [e.get("speculative_config") for e in module.engines] == [None, vllm.NGRAM]
     assert all(e["model"] == str(checkpoint) for e in module.engines)
     assert all(not e["enable_prefix_caching"] and e["max_num_seqs"] == 4 for e in module.engines)
+    assert all(e["dtype"] == "bfloat16" for e in module.engines)
     assert plain.once(1, 1) is None
     plain.close()
 
@@ -248,12 +258,123 @@ def test_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime.Tensor = np.asarray  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, openvino.PACKAGE, module)
     monkeypatch.setitem(sys.modules, openvino.RUNTIME, runtime)
+    monkeypatch.setattr(openvino, "_PROBE", "import sys; assert sys.argv[1] == 'x.gguf'")
     [peer] = openvino.open_all(GROUND)
     assert peer.generate([[3, 4, 5], [6]], 2) == [[5, 5], [6, 6]]
     assert module.opened[0][:2] == ("x.gguf", "CPU")
-    assert module.opened[0][2]["INFERENCE_NUM_THREADS"] == 1
+    assert module.opened[0][2] == {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": 1}
+    monkeypatch.setattr(openvino, "_PROBE", "import os; os.abort()")
+    [careful] = openvino.open_all(GROUND)
+    assert careful.settings["INFERENCE_PRECISION_HINT"] == "f32"
     assert peer.once(1, 1) is None
     peer.close()
+
+
+# --- engines in processes of their own --------------------------------------------------------------
+
+ENGINE = """
+import os, signal
+class GenerationConfig: pass
+def get_version(): return "0.fake"
+def TokenizedInputs(tokens, mask): return tokens
+class LLMPipeline:
+    def __init__(self, path, device, **options):
+        print("engines print", flush=True)
+        if path.endswith("broken.gguf"): raise RuntimeError("no such tensor")
+    def generate(self, tokens, config):
+        if tokens[0][-1] == 13: raise ValueError("unlucky")
+        if tokens[0][-1] == 14: os.kill(os.getpid(), signal.SIGILL)
+        self.tokens = [[int(row[-1])] * config.max_new_tokens for row in tokens]
+        return self
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
+    """An environment that holds an engine which this one lacks."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "openvino_genai.py").write_text(ENGINE)
+    (tmp_path / "lib" / "openvino.py").write_text("def Tensor(values): return values")
+    python = tmp_path / "openvino" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH="{tmp_path}/lib:$PYTHONPATH" exec {sys.executable} "$@"'
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(distant, "PATIENCE", 5.0)
+    return replace(GROUND, environments=tmp_path)
+
+
+def test_an_engine_in_another_environment(elsewhere: Ground) -> None:
+    [peer] = race.PEERS["openvino"](elsewhere)
+    with closing(peer):
+        assert peer.name == "openvino"
+        assert peer.settings["version"] == "0.fake"
+        assert (peer.fits(2), peer.once(1, 1)) == (True, None)
+        assert peer.generate([[3, 4, 5], [6]], 2) == [[5, 5], [6, 6]]
+        with pytest.raises(OutstrideError, match="ValueError: unlucky"):
+            peer.generate([[13]], 2)
+        assert peer.generate([[7]], 1) == [[7]], "an error is no end"
+        with pytest.raises(OutstrideError, match=r"Illegal instruction; it uses .* refuses"):
+            peer.generate([[14]], 2)
+        with pytest.raises(OutstrideError, match="openvino ended"):
+            peer.generate([[7]], 1)
+    peer.close()
+
+
+def test_what_cannot_be_opened_is_said(elsewhere: Ground) -> None:
+    with pytest.raises(OutstrideError, match="RuntimeError: no such tensor"):
+        race.PEERS["openvino"](replace(elsewhere, path=Path("broken.gguf")))
+    with pytest.raises(
+        OutstrideError, match="cannot be imported: it is not installed; `make peers`"
+    ):
+        distant.opener("openvino", "no_such_package")(elsewhere)
+
+
+class Dying:
+    """An engine that ends after so many answers."""
+
+    def __init__(self, name: str, answers: int) -> None:
+        self.name, self.settings, self._left = name, dict[str, Any](), answers
+
+    def generate(self, prompts: Sequence[Sequence[int]], output: int) -> list[list[int]]:
+        self._left -= 1
+        if self._left < 0:
+            raise OutstrideError(f"{self.name} ended: Killed")
+        return [[1] * output for _ in prompts]
+
+    def once(self, nodes: int, cached: int) -> None:
+        del nodes, cached
+
+    def fits(self, count: int) -> bool:
+        return count > 0
+
+    def close(self) -> None: ...
+
+
+def test_who_dies_is_out_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(race.PEERS, "early", lambda _: [Dying("early", 0)])
+    monkeypatch.setitem(race.PEERS, "late", lambda _: [Dying("late", 2), Dying("healthy", 99)])
+    with fake.make_llm(pages=512) as llm:
+        report = race.race(llm, GROUND, ["plain"], ["early", "late"], PROMPTS, SMALL)
+    summary = report.summary()
+    assert summary["skipped"] == {"early": "early ended: Killed", "late": "late ended: Killed"}
+    assert list(summary["settings"]) == ["outstride, plain", "late", "healthy"]
+    assert set(summary["tokens_per_second"]["healthy"]) == {"1", "2"}
+    assert set(summary["first_against"]["late"]) == {"1"}, "on what both answered"
+
+
+def test_a_slow_moment_spoils_no_figure() -> None:
+    report = RaceReport(settings={"outstride, plain": {}, "other": {}})
+    for slow in (1.0, 1.0, 9.0):
+        for peer, seconds in (("outstride, plain", 2.0 * slow), ("other", 4.0)):
+            for name in ("a", "b"):
+                report.found.append(
+                    {"what": "answer", "peer": peer, "batch": 1, "prompts": [name]}
+                    | {"tokens": 8, "seconds": seconds}
+                )
+    assert report.rates() == {"outstride, plain": {"1": 4.0}, "other": {"1": 2.0}}
+    assert report.against() == {"other": {"1": 2.0}}
 
 
 @pytest.mark.parametrize(
@@ -280,14 +401,14 @@ def test_llama_reads_gguf_only(llama: FakeLlama, checkpoint: Path) -> None:
 # --- the command ------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("nobody")
 def test_the_command(
     shell: Shell, llama: FakeLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from outstride.bench.peers import rows
 
     monkeypatch.setattr(rows, "cores", lambda: 1)
-    for package in (vllm.PACKAGE, openvino.PACKAGE, transformers.PACKAGE):
-        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, transformers.PACKAGE, None)
     file = tmp_path / "model.gguf"
     file.touch()
     options = ("--limit", "2", "--batch", "1,2", "--tokens", "4", "--nodes", "1,2", "--cached", "4")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from outstride.bench import result
-from outstride.bench.report import charts, page
+from outstride.bench.report import charts, page, sections
 from outstride.bench.report.charts import Axis, Point, front, steps
 from outstride.bench.result import BenchResult
 from outstride.errors import OutstrideError
@@ -174,6 +174,25 @@ def test_different_answers_are_said(folder: Path) -> None:
     summary["lines"][3]["equal"] = 3
     result.write(BenchResult("decode", settings).finish([], summary), folder / "decode.json")
     assert "1 answers differ from those of plain" in page.html(page.read(folder))
+
+
+def test_a_curve_is_of_one_run() -> None:
+    """A run with other prompts and one batch size has no place in it."""
+    settings, summary = summaries()["decode"]
+    wide = BenchResult("decode", settings).finish([], summary)
+    lines = [{**line, "ratio": 9.87} for line in summary["lines"] if line["batch"] == 1]
+    single = BenchResult("decode", settings).finish([], {"lines": lines})
+    [section] = sections.batches([wide, single])
+    assert section.plots == next(sections.batches([wide])).plots
+    assert "9.87" not in section.figures
+
+
+@pytest.mark.parametrize(("load", "said"), [(1.9, False), (6.2, True)])
+def test_a_busy_machine_is_said(load: float, said: bool) -> None:
+    found = BenchResult("step", {"load average": [load, 1.0, 1.0]}).finish([], {})
+    found.machine["cores"] = 2
+    text = page.html({"step": found})
+    assert (f"step (load average {load:g} on 2 cores)" in text) is said
 
 
 def test_little_or_nothing_is_no_error(tmp_path: Path) -> None:

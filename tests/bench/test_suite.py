@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from outstride.bench import suite
+from outstride.bench.peers import distant
 from outstride.bench.suite import Choice, Clock, Part, in_words, parts
 from outstride.cli.app import parser
 from outstride.errors import OutstrideError
@@ -37,6 +38,17 @@ def test_all_parts_are_commands(quick: bool) -> None:
 
 def test_everything_takes_less_than_half_an_hour() -> None:
     assert sum(part.seconds for part in parts(Choice("m", "auto", **FILES))) < 28 * 60
+
+
+def test_engines_elsewhere_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distant, "ENVIRONMENTS", tmp_path)
+    [few] = parts(Choice("m", "auto", only=("peers",)))
+    for name in suite.FAR:
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin" / "python").touch()
+    [many] = parts(Choice("m", "auto", only=("peers",)))
+    assert many.seconds == few.seconds + sum(suite.FAR.values())
+    assert sum(part.seconds for part in parts(Choice("m", "auto"))) < 30 * 60
 
 
 def test_parts_can_be_chosen() -> None:
@@ -91,6 +103,7 @@ def test_a_whole_run(shell: Shell, tmp_path: Path, stubs: dict[str, str]) -> Non
     assert {p.name for p in tmp_path.glob("*.json")} == {"a.json", "b.json", "c.json"}
     assert (tmp_path / "notes.txt").exists()
     assert "2 of 3: b, about" in ran.err
+    assert "took about" in ran.err
     assert not stubs
 
 

@@ -18,9 +18,9 @@ from outstride.core.contracts import Pending, Work
 from outstride.core.proposal import TARGET
 from outstride.engine import cost as cost_module
 from outstride.engine import engine as engine_module
-from outstride.engine.cost import Cost, Reading, measure
+from outstride.engine.cost import FULL, TILE, Cost, Reading, evened, measure
 from outstride.engine.engine import Engine
-from outstride.engine.scheduler import PROGRESS
+from outstride.engine.scheduler import PATIENCE, PROGRESS
 from outstride.models.toy import Toy
 
 registry.discover()
@@ -89,7 +89,8 @@ def test_nobody_waits_three_times_as_long_as_usual(
 ) -> None:
     found = waits(Timed(jitter=jitter), monkeypatch)
     assert max(found) <= 3
-    assert sum(found) / len(found) > 1.8  # and what there is of time is used
+    assert sorted(found)[int(0.95 * len(found))] <= 2
+    assert sum(found) / len(found) > 0.9 * PATIENCE  # and what there is of time is used
 
 
 def test_where_reading_costs_only_by_the_node_pieces_stay_large(
@@ -97,7 +98,7 @@ def test_where_reading_costs_only_by_the_node_pieces_stay_large(
 ) -> None:
     found = waits(Timed(look=0.0, fetch=0.0), monkeypatch)
     assert max(found) <= 3
-    assert len(found) < 140  # of 3,000 tokens
+    assert len(found) < 200  # of 3,000 tokens
 
 
 def test_what_was_not_foreseen_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +129,17 @@ def test_the_largest_piece_that_fits() -> None:
             size = reading.fits(seconds, cached)
             assert size == 0 or reading.seconds(size, cached) <= seconds
             assert reading.seconds(size + 1, cached) > seconds
+
+
+def test_no_tile_is_begun_for_a_few_nodes() -> None:
+    assert [evened(8, most) for most in (0, 4, 8, 9, 13, 14, 23, 24, 30)] == [
+        *(0, 4, 8, 8, 8, 14, 23, 24, 24)
+    ]
+    for beside in range(1, 40):
+        for most in range(60):
+            found = evened(beside, most)
+            assert FULL * most <= found <= most
+            assert found == most or (beside + found) % TILE == 0
 
 
 @pytest.mark.parametrize("unit", [1.0, 1e-7])

@@ -9,10 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from outstride.bench.gaps import compare, gaps, plot
 from outstride.bench.result import validate
-from outstride.bench.serve import Client, Streamed, gaps, load, outside_steps, plot
+from outstride.bench.serve import Client, Streamed, load, outside_steps
 from outstride.bench.soak import _judge, soak
 from outstride.cli import main
+from outstride.errors import OutstrideError
 from tests.serve import tiny
 from tests.serve.running import Running, free_port, start
 
@@ -59,6 +61,25 @@ def test_load_and_gaps(server: Running) -> None:
         assert plot(waited).startswith("<svg")
 
     asyncio.run(both())
+
+
+def test_a_gap_is_held_against_what_was_usual_for_its_own_request() -> None:
+    """One request has a gap of 10 ms and the other of 20; passes take half as long again in the end."""
+    quick = [(-0.1 + 0.01 * i, 0.01) for i in range(10)]
+    slow = [(-0.2 + 0.02 * i, 0.02) for i in range(10)]
+    quick += [(0.02, 0.02), (0.065, 0.045), (0.095, 0.03), (0.15, 0.015), (0.165, 0.015)]
+    slow += [(0.04, 0.04), (0.1, 0.06), (0.15, 0.03), (0.18, 0.03)]
+    found = compare([quick, slow], 0.1, "")
+    assert found.usual == pytest.approx(0.015)
+    assert found.longest == 0.06
+    assert found.ratio == pytest.approx(
+        4.5
+    )  # not 0.06 against 0.015, and not against what came later
+    assert found.late == pytest.approx(1 / 5)
+    assert found.after == pytest.approx(0.0225)
+    assert found.ratio_then == pytest.approx(4.5 / 1.325)
+    with pytest.raises(OutstrideError, match="too few"):
+        compare([[(1.0, 0.1)]], 2.0, "too few")
 
 
 def test_processor_time_outside_steps() -> None:

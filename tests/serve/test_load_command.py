@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from outstride.bench import serve as measured
+from outstride.bench import gaps as measured
 from outstride.bench import soak as soaked
 from outstride.bench.decode import exact_methods
 from outstride.bench.result import read, validate

@@ -12,6 +12,7 @@ import pytest
 
 from outstride import LLM, SamplingParams, registry
 from outstride.core.contracts import Demand, Drafter, Guessing
+from outstride.core.graph import IntArray
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Table, View
 from outstride.core.shape import Shape
@@ -29,7 +30,7 @@ from outstride.serve.wire import (
     pack,
     receive,
 )
-from outstride.serve.worker import Worker
+from outstride.serve.worker import Worker, _touch
 from tests.serve.running import MESSAGES
 
 PARAMS = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -208,6 +209,28 @@ def test_trace_and_logprobs_come_with_their_tokens(engine: Engine) -> None:
     [prompt] = [news.prompt for news in found if news.prompt is not None]
     assert prompt[0] is None
     assert [row[0][0] for row in prompt[1:]] == [6, 7, 0]
+
+
+def test_the_memory_of_a_cache_is_there_before_it_is_needed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(str(model), pages=150) as llm:
+        written: list[int] = []
+        move = llm.model.move
+
+        def noted(sources: IntArray, targets: IntArray) -> None:
+            written.extend(targets.tolist())
+            move(sources, targets)
+
+        monkeypatch.setattr(llm.model, "move", noted)
+        _touch(llm.model)
+        assert sorted(written) == list(range(150 * llm.model.page_size))
+        monkeypatch.undo()
+        touched = llm.generate([5, 6, 7], params)[0].token_ids
+        llm.engine.check_integrity()
+    with LLM(str(model), pages=150) as llm:
+        assert touched == llm.generate([5, 6, 7], params)[0].token_ids
 
 
 def test_messages_are_what_the_worker_was_told() -> None:

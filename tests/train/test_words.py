@@ -166,3 +166,13 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
             words.append(texts(5), 10)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["part-0000.safetensors", "words.json"]
     assert len(Words.open(tmp_path).rows(16)) == 5
+
+
+@pytest.mark.parametrize("below", ["", "new"])
+def test_a_folder_that_cannot_be_made_says_what_to_do(tmp_path: Path, below: str) -> None:
+    file = tmp_path / "taken"
+    file.write_text("")
+    with pytest.raises(InvalidData, match=r"taken is a file; name a folder with --out"):
+        Words.create(file / below, {"end": 0})
+    with pytest.raises(InvalidData, match=r"/proc/none/words: .+; name a folder with --out"):
+        Words.create("/proc/none/words", {"end": 0})

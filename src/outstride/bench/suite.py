@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from outstride.bench.peers import distant
 from outstride.errors import OutstrideError
 
 CURVE = "1=6.1,2=7.7,4=8,8=9.7,16=13.4,32=22,64=48.4"
 """What passes cost on one machine with two cores. Given to all, `auto` drafts the same everywhere, and
 tokens per pass can be compared exactly."""
 PATIENCE = 120.0
+FAR = {"openvino": 50.0, "vllm": 280.0}
+"""Seconds that engines in environments of their own add; most of vLLM's go into its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,87 +49,85 @@ class Choice:
     """Of the quality part."""
 
 
-def parts(choice: Choice) -> list[Part]:
-    """All parts in order; quick ones show that everything works, and nothing else."""
-    quick = choice.quick
-    model = ("--model", choice.model, "--weights", choice.weights)
-    curve = ("--cost", CURVE)
-    few = ("--repeat", "1") if quick else ()
-    found = [
-        Part("step", ("step", *model, *(few or ("--repeat", "5"))), 40),
-        Part(
-            "against", ("step", "--against", "llama.cpp", *model, *(few or ("--repeat", "3"))), 220
-        ),
-        Part(
+Words = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A part as it is planned: what a whole run adds to its command, and what a quick one does."""
+
+    name: str
+    words: Words
+    whole: Words
+    quick: Words
+    seconds: float
+    served: bool = False
+
+
+def _plans(choice: Choice) -> list[_Plan]:
+    """All parts in order. Seconds are those of two quiet cores."""
+    model: Words = ("--model", choice.model, "--weights", choice.weights)
+    curve: Words = ("--cost", CURVE)
+    once: Words = ("--repeat", "1")
+    return [
+        _Plan("step", ("step", *model), ("--repeat", "11"), once, 20),
+        _Plan("against", ("step", "--against", "llama.cpp", *model), ("--repeat", "3"), once, 220),
+        _Plan(
             "peers",
-            ("peers", *model, *few)
-            + (
-                ("--limit", "2", "--tokens", "8", "--batch", "1,2", "--nodes", "1,8")
-                if quick
-                else ()
-            ),
-            200,
+            ("peers", *model),
+            ("--rounds", "3", "--tokens", "48"),
+            (*once, "--limit", "2", "--tokens", "8", "--batch", "1,2", "--nodes", "1,8"),
+            200 + sum(FAR[name] for name in FAR if distant.made(name)),
         ),
-        Part(
+        _Plan(
             "decode",
-            ("decode", "--methods", "exact", *model, *curve)
-            + (("--limit", "8", "--max-tokens", "12") if quick else ("--max-tokens", "64")),
-            330,
+            ("decode", "--methods", "exact", *model, *curve),
+            ("--limit", "20", "--rounds", "4", "--max-tokens", "64"),
+            ("--limit", "8", "--max-tokens", "12"),
+            480,
         ),
-        Part(
+        _Plan(
             "batches",
-            ("decode", "--methods", "auto mix ngram", *model, *curve, "--temperature", "0,0.8")
-            + (
-                ("--batch", "1,4", "--limit", "8", "--max-tokens", "8")
-                if quick
-                else ("--batch", "1,4,16", "--limit", "32", "--max-tokens", "64")
-            ),
-            240,
+            ("decode", "--methods", "auto mix ngram", *model, *curve, "--temperature", "0,0.8"),
+            ("--batch", "1,4,16", "--limit", "16", "--rounds", "3", "--max-tokens", "40"),
+            ("--batch", "1,4", "--limit", "8", "--max-tokens", "8"),
+            270,
         ),
-        Part(
+        _Plan(
             "parallel",
-            ("parallel", "--limit", "10")
-            + (
-                ("--limit", "1", "--tasks", "copy sort", "--policies", "verify factor")
-                if quick
-                else ()
-            ),
-            100,
+            ("parallel",),
+            ("--limit", "10"),
+            ("--limit", "1", "--tasks", "copy sort", "--policies", "verify factor"),
+            40,
         ),
-        Part(
+        _Plan(
             "serve",
-            ("serve", "--model", choice.model)
-            + (
-                (
-                    "--rate",
-                    "4,8",
-                    "--requests",
-                    "4",
-                    "--tokens",
-                    "8",
-                    "--limit",
-                    "4",
-                    "--clients",
-                    "2",
-                )
-                if quick
-                else ("--rate", "0.5,1,2,4", "--requests", "24", "--tokens", "64", "--limit", "32")
-            ),
-            150,
+            ("serve", "--model", choice.model),
+            ("--rate", "0.5,1,2,4", "--requests", "24", "--tokens", "64", "--limit", "32"),
+            ("--rate", "4,8", "--requests", "4", "--tokens", "8", "--limit", "4", "--clients", "2"),
+            120,
             served=True,
         ),
+        *_scores(choice, model),
     ]
-    files = [(f"--{n}", f) for n in ("gsm8k", "humaneval") if (f := getattr(choice, n)) is not None]
-    if files:
-        found.append(
-            Part(
-                "quality",
-                ("quality", "--methods", choice.methods, *model)
-                + tuple(word for pair in files for word in pair)
-                + (("--limit", "2", "--max-tokens", "16") if quick else ("--limit", "40")),
-                240,
-            )
-        )
+
+
+def _scores(choice: Choice, model: Words) -> list[_Plan]:
+    """Quality beside speed, if there is a file with questions."""
+    given = (("--gsm8k", choice.gsm8k), ("--humaneval", choice.humaneval))
+    files = tuple(word for name, file in given if file is not None for word in (name, file))
+    if not files:
+        return []
+    words = ("quality", "--methods", choice.methods, *model, *files)
+    return [_Plan("quality", words, ("--limit", "40"), ("--limit", "2", "--max-tokens", "16"), 240)]
+
+
+def parts(choice: Choice) -> list[Part]:
+    """All parts in order; quick ones show that everything works, and nothing else."""
+    found = [
+        Part(p.name, p.words + (p.quick if choice.quick else p.whole), p.seconds, served=p.served)
+        for p in _plans(choice)
+    ]
     if unknown := [name for name in choice.only if name not in {part.name for part in found}]:
         raise OutstrideError(
             f"there is no part {unknown[0]!r}; parts are {', '.join(part.name for part in found)}"

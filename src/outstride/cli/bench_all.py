@@ -102,6 +102,7 @@ def run_all(args: argparse.Namespace, context: Context) -> int:
     for part in planned:  # what an earlier run found must not pass for this one's
         (args.folder / f"{part.name}.json").unlink(missing_ok=True)
     watch, failed, interrupted = suite.Clock(planned), list[str](), False
+    begin = time.monotonic()
     with harness.terminable():
         for number, part in enumerate(planned, start=1):
             left = "" if args.quick else f", {suite.in_words(watch.left)} left"
@@ -122,6 +123,7 @@ def run_all(args: argparse.Namespace, context: Context) -> int:
                 failed.append(part.name)
     if any(args.folder.glob("*.json")):
         print(page.write(args.folder, args.folder / "report.html"))
+    _say(f"took {suite.in_words(time.monotonic() - begin)}")
     if failed:
         _say(f"failed: {', '.join(failed)}")
     return INTERRUPTED if interrupted else int(bool(failed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outstride.cli import screen
@@ -37,6 +38,13 @@ def add(kinds: Any) -> None:
         "--peers",
         metavar="NAMES",
         help="only these, with spaces between them: llama.cpp transformers vllm openvino",
+    )
+    parser.add_argument(
+        "--environments",
+        type=Path,
+        metavar="FOLDER",
+        help="virtual environments of vllm and openvino, by these names (default: those that `make "
+        "peers` makes; without one, they are looked for here)",
     )
     parser.add_argument(
         "--prompts", metavar="FILE", help="as for prove (default: the shipped ones)"
@@ -126,6 +134,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
             threads=rows.cores(),
             longest=max(longest, args.cached + max(args.nodes)) + 2,
             crowd=max(args.batch),
+            environments=args.environments,
         )
         return conduct(
             args,

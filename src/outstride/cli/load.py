@@ -199,7 +199,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 async def _gaps(args: argparse.Namespace, client: Any) -> dict[str, Any]:
-    from outstride.bench.serve import gaps, plot
+    from outstride.bench.gaps import gaps, plot
 
     found = await gaps(client, args.model)
     if args.plot:

@@ -22,8 +22,11 @@ from outstride.core.graph import chain, tree
 from outstride.core.proposal import Proposal, Wants
 from outstride.core.sequence import Table
 
-KNOTS = (1, 2, 4, 8, 16, 17, 32, 64)
-"""Kernels take sixteen rows at a time: the seventeenth costs more than those before it."""
+TILE = 16
+"""So many rows kernels take at a time: the next one costs more than those before it."""
+FULL = 0.6
+"""A piece of a prompt that is cut where a tile ends keeps at least so much of itself."""
+KNOTS = (1, 2, 4, 8, TILE, TILE + 1, 32, 64)
 CACHED = 128
 ROUNDS, LARGE = 5, 16
 """How often passes are timed, and from how many nodes on less often: they take long."""
@@ -179,6 +182,12 @@ class Cost:
         self._values[right] *= ratio ** (self.SLOW * near)
         self._values = _rising(self._values)
         self._curve = []
+
+
+def evened(beside: int, most: int) -> int:
+    """How many of `most` nodes to add to those beside them, so that no tile is begun for a few."""
+    whole = (beside + most) // TILE * TILE - beside
+    return whole if whole >= FULL * most else most
 
 
 def _rising(values: list[float]) -> list[float]:

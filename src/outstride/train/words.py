@@ -154,9 +154,17 @@ class Words:
                     f"is {now!r} now; give the same options to go on, or another folder"
                 )
             return words
-        folder.mkdir(parents=True, exist_ok=True)
         words = cls(folder, about)
-        words.note()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            words.note()
+        except OSError as error:
+            file = next((p for p in (folder, *folder.parents) if p.is_file()), None)
+            why = f"{file} is a file" if file else (error.strerror or str(error)).lower()
+            raise InvalidData(
+                f"there can be no words in {folder}: {why}; name a folder with --out that can be "
+                "made and written, such as one in your home directory"
+            ) from error
         return words
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,25 @@ from outstride.bench.peers.peer import Ground, library
 
 PACKAGE = "openvino_genai"
 RUNTIME = "openvino"
+CHECKED = {"INFERENCE_PRECISION_HINT": "f32"}
+"""For processors that announce bfloat16 and refuse it."""
+_PROBE = """
+import sys
+import numpy, openvino, openvino_genai
+pipeline = openvino_genai.LLMPipeline(sys.argv[1], "CPU")
+config = openvino_genai.GenerationConfig()
+config.max_new_tokens = 2
+tokens = openvino.Tensor(numpy.ones((1, 4), dtype=numpy.int64))
+pipeline.generate(openvino_genai.TokenizedInputs(tokens, tokens), config)
+"""
+"""By itself it computes in bfloat16 where the processor has that. Virtual machines may announce
+instructions that they refuse, and who uses them dies: a process of its own finds out."""
+
+
+def survives(path: str) -> bool:
+    """Whether it runs a model with its own choice of format."""
+    tried = subprocess.run([sys.executable, "-c", _PROBE, path], capture_output=True, check=False)
+    return tried.returncode == 0
 
 
 class OpenVino:
@@ -25,7 +46,7 @@ class OpenVino:
         options: dict[str, Any] = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": ground.threads,
-        }
+        } | ({} if survives(str(ground.path)) else CHECKED)
         self._pipeline = lib.LLMPipeline(str(ground.path), "CPU", **options)
         self.settings = {"version": str(lib.get_version()), **options}
 

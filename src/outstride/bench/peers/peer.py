@@ -24,6 +24,8 @@ class Ground:
     """Tokens of the longest sequence, answer included."""
     crowd: int
     """Sequences at once, at the most."""
+    environments: Path | None = None
+    """Where environments of engines are that run in their own."""
 
 
 class Peer(Protocol):

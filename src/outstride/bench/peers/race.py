@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outstride.bench import clock
 from outstride.bench.harness import Watch
-from outstride.bench.peers import llama_cpp, openvino, transformers, vllm
+from outstride.bench.peers import distant, llama_cpp, transformers
 from outstride.bench.peers.ours import Ours
 from outstride.bench.peers.peer import Ground, Peer
 from outstride.errors import InvalidParams, OutstrideError
@@ -22,10 +23,27 @@ if TYPE_CHECKING:
 PEERS: dict[str, Callable[[Ground], Sequence[Peer]]] = {
     "llama.cpp": llama_cpp.open_all,
     "transformers": transformers.open_all,
-    "vllm": vllm.open_all,
-    "openvino": openvino.open_all,
+    "vllm": distant.opener("vllm", "vllm", folder=True),
+    "openvino": distant.opener("openvino", "openvino_genai"),
 }
 NODES = (1, 2, 4, 8, 16, 32, 64)
+WARM = 4
+"""Tokens of an answer that is not timed."""
+SETTLE = 0.02
+"""Seconds before a turn, in which the threads of the one before stop waiting actively."""
+
+
+Portions = dict[tuple[str, ...], list[dict[str, Any]]]
+"""By the prompts that were answered at once: a sample for each round."""
+
+
+def _seconds(runs: Portions, of: Iterable[tuple[str, ...]]) -> float:
+    """How long some portions took together.
+
+    Of several rounds, each counts with its median: a slow moment of the machine spoils one round of
+    one engine, and no figure.
+    """
+    return sum(median(float(run["seconds"]) for run in runs[portion]) for portion in of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +69,35 @@ class RaceReport:
     def samples(self) -> list[dict[str, Any]]:
         return self.found
 
+    def _portions(self) -> dict[tuple[str, int], Portions]:
+        """Answers by peer and batch size, then by the prompts that were answered at once."""
+        found: dict[tuple[str, int], Portions] = {}
+        for sample in self.found:
+            if sample["what"] == "answer":
+                mine = found.setdefault((sample["peer"], sample["batch"]), {})
+                mine.setdefault(tuple(sample["prompts"]), []).append(sample)
+        return found
+
     def rates(self) -> dict[str, dict[str, float]]:
         """Tokens per second by peer and batch size, prompts included."""
         found: dict[str, dict[str, float]] = {}
-        answers = [sample for sample in self.found if sample["what"] == "answer"]
+        portions = self._portions()
         for name in self.settings:
-            for batch in dict.fromkeys(sample["batch"] for sample in answers):
-                mine = [s for s in answers if (s["peer"], s["batch"]) == (name, batch)]
-                if mine:
-                    rate = sum(s["tokens"] for s in mine) / sum(s["seconds"] for s in mine)
-                    found.setdefault(name, {})[str(batch)] = round(rate, 3)
+            for (peer, batch), mine in portions.items():
+                if peer == name:
+                    tokens = sum(runs[0]["tokens"] for runs in mine.values())
+                    found.setdefault(name, {})[str(batch)] = round(tokens / _seconds(mine, mine), 3)
+        return found
+
+    def against(self) -> dict[str, dict[str, float]]:
+        """How much quicker the first entry is than each other one, on what both answered."""
+        first, found = next(iter(self.settings), ""), dict[str, dict[str, float]]()
+        portions = self._portions()
+        for (name, batch), mine in portions.items():
+            ours = portions.get((first, batch), {})
+            if name != first and (both := mine.keys() & ours.keys()):
+                ratio = _seconds(mine, both) / _seconds(ours, both)
+                found.setdefault(name, {})[str(batch)] = round(ratio, 4)
         return found
 
     def passes(self) -> dict[str, dict[str, float]]:
@@ -75,22 +112,11 @@ class RaceReport:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """Rates, passes, and both against the first of our own entries."""
-        rates, passes = self.rates(), self.passes()
-        first = next(iter(self.settings), "")
-        against = {
-            name: {
-                batch: round(rates[first][batch] / rate, 4)
-                for batch, rate in mine.items()
-                if batch in rates.get(first, {})
-            }
-            for name, mine in rates.items()
-            if name != first
-        }
+        """Rates, passes, and all against the first of our own entries."""
         return {
-            "tokens_per_second": rates,
-            "milliseconds": passes,
-            "first_against": against,
+            "tokens_per_second": self.rates(),
+            "milliseconds": self.passes(),
+            "first_against": self.against(),
             "settings": self.settings,
             "skipped": self.skipped,
         }
@@ -123,6 +149,7 @@ def race(
             for peer in opened:
                 stack.callback(peer.close)
                 peers.append(peer)
+        peers = _warm(peers, given[0][1], report)
         report.settings |= {peer.name: peer.settings for peer in peers}
         _run(peers, given, course, report, Watch(progress))
     return report
@@ -154,7 +181,7 @@ def _run(
         for peer in peers
         if peer.fits(batch)
     ]
-    watch.expected = len(cases) * (course.passes + 1) + len(turns) + len(peers)
+    watch.expected = len(cases) * (course.passes + 1) + len(turns)
     for turn in range(course.passes + 1):
         for (name, nodes), case in cases.items():
             with case() as call:
@@ -164,25 +191,56 @@ def _run(
                     {"what": "pass", "peer": name, "nodes": nodes, "seconds": round(seconds, 7)}
                 )
             watch.tick()
-    for peer in peers:
-        peer.generate([given[0][1]], 4)
-        watch.tick()
     for peer, batch, portion in turns:
-        prompts = [tokens for _, tokens in portion]
-        start = clock.now()
-        said = peer.generate(prompts, course.output)
-        seconds = clock.now() - start
-        if [len(tokens) for tokens in said] != [course.output] * len(prompts):
-            raise OutstrideError(f"{peer.name} gave an answer of another length than was asked for")
-        report.found.append(
-            {
-                "what": "answer",
-                "peer": peer.name,
-                "batch": batch,
-                "prompts": [name for name, _ in portion],
-                "prompt_tokens": sum(map(len, prompts)),
-                "tokens": course.output * len(prompts),
-                "seconds": round(seconds, 6),
-            }
-        )
+        if peer.name not in report.skipped:
+            _turn(peer, batch, portion, course.output, report)
         watch.tick()
+
+
+def _warm(peers: Sequence[Peer], prompt: list[int], report: RaceReport) -> list[Peer]:
+    """Those who can say something at all; what the others died of is noted."""
+    found = []
+    for peer in peers:
+        try:
+            peer.generate([prompt], WARM)
+        except OutstrideError as error:
+            if isinstance(peer, Ours):
+                raise
+            report.skipped[peer.name] = str(error)
+        else:
+            found.append(peer)
+    return found
+
+
+def _turn(
+    peer: Peer,
+    batch: int,
+    portion: Sequence[tuple[str, list[int]]],
+    output: int,
+    report: RaceReport,
+) -> None:
+    """One portion by one engine. One that dies is out of the race, and the others go on."""
+    prompts = [tokens for _, tokens in portion]
+    time.sleep(SETTLE)
+    start = clock.now()
+    try:
+        said = peer.generate(prompts, output)
+    except OutstrideError as error:
+        if isinstance(peer, Ours):
+            raise
+        report.skipped[peer.name] = str(error)
+        return
+    seconds = clock.now() - start
+    if [len(tokens) for tokens in said] != [output] * len(prompts):
+        raise OutstrideError(f"{peer.name} gave an answer of another length than was asked for")
+    report.found.append(
+        {
+            "what": "answer",
+            "peer": peer.name,
+            "batch": batch,
+            "prompts": [name for name, _ in portion],
+            "prompt_tokens": sum(map(len, prompts)),
+            "tokens": output * len(prompts),
+            "seconds": round(seconds, 6),
+        }
+    )

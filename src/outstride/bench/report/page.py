@@ -48,6 +48,7 @@ svg .end { text-anchor: end; } svg .mid { text-anchor: middle; } svg .on { fill:
 details { margin: 8px 0 0; } summary { cursor: pointer; color: var(--soft); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; margin: 8px 0;
   font-variant-numeric: tabular-nums; }
+td:first-child { white-space: nowrap; }
 th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--grid);
   vertical-align: top; } th { color: var(--soft); font-weight: 500; } .num { text-align: right; }
 .card { background: var(--card); border-radius: 8px; padding: 12px 16px; margin: 20px 0 0; }
@@ -89,6 +90,20 @@ def _short(commit: str | None) -> str:
     return name[:12] + plus + changes
 
 
+BUSY = 1.5
+"""Load per core from which others must have been at work: a bench before it leaves 1 behind."""
+
+
+def _busy(found: dict[str, BenchResult]) -> list[str]:
+    """Results that were measured while somebody else worked on the machine."""
+    told = []
+    for name, result in found.items():
+        load, cores = result.settings.get("load average"), result.machine.get("cores") or 1
+        if load and load[0] > BUSY * cores:
+            told.append(f"{name} (load average {load[0]:g} on {cores} cores)")
+    return told
+
+
 def _about(found: dict[str, BenchResult]) -> str:
     """The card on top, and what each file says of itself."""
     first = next(iter(found.values()))
@@ -101,6 +116,11 @@ def _about(found: dict[str, BenchResult]) -> str:
         if short
         else ""
     )
+    if busy := _busy(found):
+        warning += (
+            f'<p class="warn">The machine had other work to do: {escape(", ".join(busy))}. Times '
+            "are not to be trusted, and some engines suffer more than others.</p>"
+        )
     return (
         f'<div class="card"><p>{_machines(found)}</p><p class="lead">Measured on {escape(day)} '
         f"at commit {escape(commits)}, with {escape(versions)}.</p>{warning}</div>"
