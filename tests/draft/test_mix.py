@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from outstride import registry
@@ -143,3 +145,14 @@ def test_auto_notices_a_drafter_that_is_never_right() -> None:
     [sequence] = bench.run(some_prompts(2, 1), registry.build("auto"), params)
     late = [p for p in sequence.trace if p.step > 100]
     assert sum(p.kind == "plain" for p in late) > 0.9 * len(late)
+
+
+def test_chances_of_many_signs_are_those_of_each() -> None:
+    rng, base = random.Random(3), Odds(weight=12.0)
+    odds = Odds(base)
+    signs = [Sign("suffix", (i % 5, i % 3)) for i in range(30)]
+    for _ in range(200):
+        (odds if rng.random() < 0.5 else base).learn(rng.choice(signs[:20]), rng.random() < 0.4)
+    priors = [rng.random() for _ in signs]
+    each = [odds.chance(sign, prior) for sign, prior in zip(signs, priors, strict=True)]
+    assert odds.chances(signs, priors) == each

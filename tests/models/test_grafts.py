@@ -226,6 +226,22 @@ def test_entries_follow_chunks_trees_and_moves(grafted: Any) -> None:
     np.testing.assert_array_equal(one.values, two.values)
 
 
+def test_guesses_stay_right_pass_after_pass(grafted: Any) -> None:
+    """Implementations that record passes, or keep their descriptions, must not repeat the last one."""
+    model, _, _ = grafted
+    said, talking = tokens(140, seed=3), Hand(model, list(range(20)))
+    talking.read(said[:120])
+    for end in range(120, 140):
+        one = guesses(model, talking, 7 + end % 3)
+        if end % 4 == 0:
+            other = Hand(model, list(range(20, 40)))
+            other.read(said[:end], chunk=50)
+            two = guesses(model, other, 7 + end % 3)
+            np.testing.assert_array_equal(one.best, two.best)
+            np.testing.assert_array_equal(one.values, two.values)
+        talking.read(said[end : end + 1])
+
+
 def test_a_part_changes_no_logit(grafted: Any) -> None:
     model, config, _ = grafted
     bare = random_decoder(

@@ -152,7 +152,7 @@ def check(describe: Describer, spans: list[Span], windows: tuple[int | None, ...
     return layout
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 24)])
+@pytest.mark.parametrize("windows", [(None,), (24,), (None, 24)])
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_one_sequence(kind: str, windows: tuple[int | None, ...]) -> None:
     source, describe = np.random.default_rng(7), Describer(CARD)
@@ -182,20 +182,21 @@ def test_no_room_for_partial_results() -> None:
         assert not layout.splits
 
 
-def test_a_sequence_goes_on_in_a_mould() -> None:
+@pytest.mark.parametrize("window", [None, 24, 130])
+def test_a_sequence_goes_on_in_a_mould(window: int | None) -> None:
     """What is kept from earlier passes is the same as what is worked out anew."""
     source, describe = np.random.default_rng(11), Describer(CARD)
-    for kind in ("tree", "chain"):
-        for at in range(90, 140, 3):
+    for kind in ("tree", "chain", "block"):
+        for at in range(90, 340, 3):
             fresh = np.random.default_rng(12)  # as many nodes each time
-            check(describe, [span(fresh, kind, at, 0)], (None,))
-    assert len(describe._moulds) < 12
+            check(describe, [span(fresh, kind, at, 0)], (window,))
+    assert len(describe._moulds) < 100
     nodes = chain(source.integers(90, size=20), 128)
     pages = list(range(30))
     for shape in (nodes, tree(nodes.tokens, [-1] * 20, 128)):
         table, slots = Table(pages, list(range(128))), np.arange(128, 148)
         for _ in range(2):
-            check(describe, [Span(shape, slots, table, 0, 0)], (None,))
+            check(describe, [Span(shape, slots, table, 0, 0)], (window,))
 
 
 def test_keys_that_all_nodes_share_are_read_together() -> None:

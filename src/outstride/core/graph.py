@@ -94,16 +94,13 @@ class TokenGraph:
     @cached_property
     def depths(self) -> IntArray:
         """How many blocks lie between a node and what is cached, its own not counted."""
-        depths = np.zeros(len(self), dtype=np.int64)
-        for i, parent in enumerate(self.parents):
-            depths[i] = depths[parent] + 1 if parent >= 0 else 0
-        return depths
+        return _ints(_depths(self.parents.tolist()))
 
     @cached_property
     def _children(self) -> dict[int, list[NodeId]]:
         found: dict[int, list[NodeId]] = {}
-        for i, parent in enumerate(self.parents):
-            found.setdefault(int(parent), []).append(NodeId(i))
+        for i, parent in enumerate(self.parents.tolist()):
+            found.setdefault(parent, []).append(NodeId(i))
         return found
 
     def children(self, node: NodeId) -> list[NodeId]:
@@ -127,7 +124,7 @@ class TokenGraph:
         if node == len(self.tokens) - 1:  # most often: nothing was drafted
             return None
         for child in self.children(node):
-            if self.tokens[child] == token and not self.probes[child]:
+            if self.tokens.item(child) == token and not self.probes.item(child):
                 return child
         return None
 
@@ -180,6 +177,10 @@ _NUMBERS = np.arange(-1, _MANY)
 _NUMBERS.flags.writeable = False
 _NO = np.zeros(_MANY, dtype=np.bool_)
 _NO.flags.writeable = False
+_TOPMOST = np.full(_MANY, -1)
+_TOPMOST.flags.writeable = False
+_FIRST = np.zeros(_MANY, dtype=np.int64)
+_FIRST.flags.writeable = False
 _PURE: Mapping[int, Mixture] = {}
 _LONE = {
     "parents": _NUMBERS[:1],
@@ -236,18 +237,52 @@ def tree(
 ) -> TokenGraph:
     """A token tree; `parents` index into `tokens`, -1 for the topmost, which stand at `start`."""
     above = _ints(parents)
-    n = len(tokens)
-    if len(above) != n or np.any(above >= np.arange(n)) or np.any(above < -1):
-        raise ValueError("a tree needs one parent per token, each before its child")
+    n, listed = len(tokens), above.tolist()
+    _check(n, listed)
+    small, depths = n < _MANY, _ints(_depths(listed))
     graph = TokenGraph(
         tokens=_ints(tokens),
-        positions=np.zeros(n, dtype=np.int64),
+        positions=depths + start,
         parents=above,
-        blocks=np.arange(n),
-        probes=np.zeros(n, dtype=np.bool_),
+        blocks=_NUMBERS[1 : n + 1] if small else np.arange(n),
+        probes=_NO[:n] if small else np.zeros(n, dtype=np.bool_),
+        mixtures=_PURE,
     )
-    graph.positions[:] = graph.depths + start
+    graph.__dict__.update(is_chain=listed == list(range(-1, n - 1)), is_tree=True, depths=depths)
     return graph
+
+
+def drafted(given: TokenGraph, tokens: list[int], parents: list[int], start: int) -> TokenGraph:
+    """`given.grow(tree(tokens, parents, start))` in one go: most steps that draft make one."""
+    shift, n = len(given), len(given) + len(tokens)
+    if n >= _MANY or given.mixtures or not given.is_chain:
+        return given.grow(tree(tokens, parents, start))
+    _check(len(tokens), parents)
+    above = given.parents.tolist() + [parent + shift for parent in parents]
+    places = given.positions.tolist() + [depth + start for depth in _depths(parents)]
+    graph = TokenGraph(
+        tokens=_ints(given.tokens.tolist() + tokens),
+        positions=_ints(places),
+        parents=_ints(above),
+        blocks=_NUMBERS[1 : n + 1],
+        probes=_NO[:n] if not given.probes.any() else np.append(given.probes, _NO[: n - shift]),
+        mixtures=_PURE,
+    )
+    graph.__dict__.update(is_chain=above == list(range(-1, n - 1)), is_tree=True)
+    return graph
+
+
+def _check(count: int, parents: list[int]) -> None:
+    if len(parents) != count or any(not -1 <= parent < i for i, parent in enumerate(parents)):
+        raise ValueError("a tree needs one parent per token, each before its child")
+
+
+def _depths(parents: list[int]) -> list[int]:
+    """How far each node is below the topmost ones, by parents that come first."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return depths
 
 
 def block(
@@ -258,14 +293,17 @@ def block(
 ) -> TokenGraph:
     """Nodes that all see each other."""
     n = len(inputs)
-    return TokenGraph(
+    small = n < _MANY
+    graph = TokenGraph(
         tokens=_ints([MIXTURE if isinstance(x, Mixture) else x for x in inputs]),
         positions=np.arange(start, start + n) if positions is None else _ints(positions),
-        parents=np.full(n, -1),
-        blocks=np.zeros(n, dtype=np.int64),
-        probes=np.zeros(n, dtype=np.bool_),
+        parents=_TOPMOST[:n] if small else np.full(n, -1),
+        blocks=_FIRST[:n] if small else np.zeros(n, dtype=np.int64),
+        probes=_NO[:n] if small else np.zeros(n, dtype=np.bool_),
         mixtures={i: x for i, x in enumerate(inputs) if isinstance(x, Mixture)},
     )
+    graph.__dict__.update(is_chain=n < 2, is_tree=n < 2)
+    return graph
 
 
 def union(*graphs: TokenGraph) -> TokenGraph:

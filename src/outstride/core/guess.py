@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from outstride.core.graph import TokenGraph, chain, tree
+from outstride.core.graph import TokenGraph, chain, drafted, tree
 from outstride.core.proposal import USUAL, Proposal, Wants
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Guess:
     def proposal(self, view: View, wants: Wants | None = None) -> Proposal:
         """The settled tokens and the guess behind them, for the target."""
         given = view.given()
-        graph = given.grow(self.graph(view.end)) if self.tokens else given
+        graph = drafted(given, self.tokens, self.parents, view.end) if self.tokens else given
         return Proposal(graph, len(given), wants=wants or USUAL)
 
 
@@ -101,6 +101,19 @@ class Odds:
         if found is None:
             return prior
         return (found[0] + self._weight * prior) / (found[1] + self._weight)
+
+    def chances(self, signs: Iterable[Sign], priors: Iterable[float]) -> list[float]:
+        """The same for many at once."""
+        if self._base is not None:
+            signs = list(signs)
+            priors = self._base.chances(signs, priors)
+        known, weight = self._counts.get, self._weight
+        return [
+            prior
+            if (found := known(sign)) is None
+            else (found[0] + weight * prior) / (found[1] + weight)
+            for sign, prior in zip(signs, priors, strict=True)
+        ]
 
     def learn(self, sign: Sign, held: bool) -> None:
         """Enters one outcome, here and in what this rests on."""

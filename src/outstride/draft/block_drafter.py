@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+from outstride.core import host
 from outstride.core.contracts import Demand, Drafter, Guessing
 from outstride.core.graph import block
 from outstride.core.guess import Guess
@@ -9,6 +12,11 @@ from outstride.core.proposal import Proposal, Wants
 from outstride.core.sequence import View
 from outstride.draft.paths import CANDIDATES, Paths
 from outstride.registry import method
+
+
+@cache
+def _wants(depth: int) -> Wants:
+    return Wants(nodes=tuple(range(1, depth)), best=CANDIDATES)
 
 
 @method("block-drafter", family="trained")
@@ -57,9 +65,9 @@ class BlockDrafter(Drafter):
             given=1,
             offset=0,
             graft=self.grafts[0],
-            wants=Wants(nodes=tuple(range(1, depth)), best=CANDIDATES),
+            wants=_wants(depth),
         )
         assert scores.values is not None
         paths = Paths(view, graft, self.width)
-        paths.through(scores.best, scores.values)
+        paths.through(scores.best, scores.values, host.library())
         return paths.guess(min(room, self.nodes), "block-drafter")

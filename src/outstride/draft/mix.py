@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from outstride import registry
@@ -45,11 +46,11 @@ class Joined:
         known: dict[tuple[int, int], int] = {}
         for guess in guesses:
             places: list[int] = []
-            for token, parent, sign, prior in zip(
-                guess.tokens, guess.parents, guess.signs, guess.chances, strict=True
+            own = odds.chances(guess.signs, guess.chances)
+            for token, parent, sign, chance in zip(
+                guess.tokens, guess.parents, guess.signs, own, strict=True
             ):
                 above = places[parent] if parent >= 0 else -1
-                chance = odds.chance(sign, prior)
                 node = known.get((above, token))
                 if node is None:
                     node = known[above, token] = len(tokens)
@@ -62,12 +63,14 @@ class Joined:
                     claims[node] += (sign,)
                     chances[node] = 1.0 - (1.0 - chances[node]) * (1.0 - chance)
                 places.append(node)
-        joined = []
-        for node, signs in enumerate(claims):
-            source = "+".join([sign.source for sign in signs])
-            sign = Sign(source, (-2, _about(chances[node])))
-            chances[node] = odds.chance(sign, chances[node])
-            joined.append(sign)
+        joined = [
+            _sign_of(
+                signs[0].source if len(signs) == 1 else "+".join([sign.source for sign in signs]),
+                _about(chance),
+            )
+            for signs, chance in zip(claims, chances, strict=True)
+        ]
+        chances = odds.chances(joined, chances)
         if len(guesses) > 1:
             for rivals in children.values():
                 if len(rivals) > 1:
@@ -87,15 +90,14 @@ class Joined:
 
     def best(self, count: int) -> Guess:
         """The `count` best nodes as a tree of their own."""
-        chosen, whole, places = Guess(), self.guess, {-1: -1}
-        for node in self.order[:count]:
-            places[node] = chosen.add(
-                whole.tokens[node],
-                places[whole.parents[node]],
-                whole.signs[node],
-                whole.chances[node],
-            )
-        return chosen
+        whole, chosen = self.guess, self.order[:count]
+        places = {node: place for place, node in enumerate(chosen)} | {-1: -1}
+        return Guess(
+            [whole.tokens[node] for node in chosen],
+            [places[whole.parents[node]] for node in chosen],
+            [whole.signs[node] for node in chosen],
+            [whole.chances[node] for node in chosen],
+        )
 
     def learn(self, tokens: Sequence[int], odds: Odds) -> None:
         """Compares with what was said: drafted or not, every guess on the way was right or wrong."""
@@ -122,6 +124,12 @@ def _about(chance: float) -> int:
     They are corrected by how often such estimates held, which takes few kinds of them.
     """
     return round(12.0 * math.sqrt(max(chance, 0.0)))
+
+
+@cache
+def _sign_of(source: str, about: int) -> Sign:
+    """What a node goes by that some drafters guessed together: made once, needed at each step."""
+    return Sign(source, (-2, about))
 
 
 def _discount(rivals: list[int], signs: list[Sign], chances: list[float], odds: Odds) -> None:
@@ -154,18 +162,18 @@ class Forecast:
         if self._base is not None:
             self._base.learn(gains)
         mine, quick = self.gains, self.QUICK
-        for i in range(len(mine)):
-            mine[i] += quick * ((gains[i] if i < len(gains) else 0.0) - mine[i])
+        padded = [*gains[: len(mine)], *[0.0] * (len(mine) - len(gains))]
+        self.gains = [own + quick * (gain - own) for own, gain in zip(mine, padded, strict=True)]
 
     def fade(self) -> None:
         """Nobody asked: in time, the first word counts again, and somebody asks."""
-        for i, first in enumerate(PROMISES):
-            self.gains[i] += 0.02 * (first - self.gains[i])
+        mine = self.gains
+        self.gains = [own + 0.02 * (first - own) for own, first in zip(mine, PROMISES, strict=True)]
 
     def over(self, gains: Sequence[float]) -> tuple[float, ...]:
         """What a tree promises that holds these guesses too."""
-        mine = self.gains
-        return tuple(max(gain, gains[i]) if i < len(gains) else gain for i, gain in enumerate(mine))
+        mine, both = self.gains, min(len(self.gains), len(gains))
+        return (*map(max, mine[:both], gains[:both]), *mine[both:])
 
 
 @dataclass(slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
 
 from outstride.core.contracts import Graft
@@ -13,6 +15,8 @@ from outstride.draft.writer import noise_of
 
 CANDIDATES = 16
 """So many tokens of each position are looked at."""
+DEEPEST = 4
+"""From this depth on, depths are not told apart."""
 
 
 class Paths:
@@ -20,9 +24,16 @@ class Paths:
 
     def __init__(self, view: View, graft: Graft, width: int) -> None:
         self._view, self._graft, self._width = view, graft, width
-        self._levels: list[tuple[FloatArray, FloatArray, IntArray, IntArray]] = []
-        self._count = 0
-        self._nodes, self._reached = np.asarray([-1]), np.ones(1, dtype=np.float32)
+        self._reached: list[float] = []
+        """By node, level by level: how likely it is that a path comes here."""
+        self._chances: list[float] = []
+        """By node: how likely it is if its parent holds."""
+        self._parents: list[int] = []
+        self._tokens: list[int] = []
+        self._depths: list[int] = []
+        self._depth = 0
+        """How many levels there are."""
+        self._ends, self._so_far = np.asarray([-1]), np.ones(1, dtype=np.float32)
         self.last = np.asarray([view.tokens[-1]])
         """The tokens at the ends of the paths."""
 
@@ -31,55 +42,63 @@ class Paths:
 
         Returns, for each path that goes on, which one of the level before it comes from.
         """
-        tokens = np.atleast_2d(tokens)
-        own = self._chances(tokens, np.atleast_2d(values), self._view.end + len(self._levels))
+        tokens, graft = np.atleast_2d(tokens), self._graft
+        after = graft.after[graft.rows[tokens]]
+        before = graft.before[graft.rows[self.last]]
+        # Not by matmul, which wakes threads for products that are over before these are awake.
+        scores = np.einsum("...r,...cr->...c", before, after) + np.atleast_2d(values)
+        own = self._softened(scores, tokens, self._view.end + self._depth)
         tokens = np.broadcast_to(tokens, own.shape)
-        reached = (self._reached[:, None] * own).ravel()
-        best = np.argsort(-reached, kind="stable")[: self._width]
-        origins: IntArray = best // tokens.shape[1]
+        origins, best = self._level(own)
         self.last = tokens.ravel()[best]
-        self._levels.append((reached[best], own.ravel()[best], self._nodes[origins], self.last))
-        self._nodes, self._reached = self._count + np.arange(len(best)), reached[best]
-        self._count += len(best)
+        self._tokens += self.last.tolist()
         return origins
 
-    def through(self, tokens: IntArray, values: FloatArray) -> None:
+    def _level(self, own: FloatArray) -> tuple[IntArray, IntArray]:
+        """Adds the best of a level: where each comes from, and its place among all candidates."""
+        reached = (self._so_far[:, None] * own).ravel()
+        best = np.argsort(-reached, kind="stable")[: self._width]
+        origins: IntArray = best // own.shape[1]
+        self._so_far = reached[best]
+        self._parents += self._ends[origins].tolist()
+        self._chances += own.ravel()[best].tolist()
+        self._ends = len(self._reached) + np.arange(len(best))
+        self._reached += self._so_far.tolist()
+        self._depths += [self._depth] * len(best)
+        self._depth += 1
+        return origins, best
+
+    def through(self, tokens: IntArray, values: FloatArray, lib: ModuleType | None = None) -> None:
         """All levels at once, where candidates do not depend on the path: a row for each level.
 
-        What each candidate is worth behind each one of the level before is worked out together.
+        With the host's library (`core.host`), in compiled code; then it is all that is done with
+        these paths.
         """
-        graft, view = self._graft, self._view
-        rows = graft.rows[tokens]
-        before, after = graft.before[rows[:-1]], graft.after[rows]
-        first = graft.before[graft.rows[self.last]] @ after[0].T
-        scores = np.empty((len(tokens), *first.shape[1:] * 2), dtype=np.float32)
-        scores[0], scores[1:] = first, np.matmul(before, after[1:].transpose(0, 2, 1))
-        scores += values[:, None]
+        if lib is None:
+            for level, scores in zip(tokens, values, strict=True):
+                self.grow(level, scores)
+            return
+        graft, view, noise = self._graft, self._view, None
         if (warmth := view.params.temperature) > 0:
             draw, at = Draw(seed=view.seed, index=view.index), view.end
             noise = np.stack([noise_of(draw, at + i, row) for i, row in enumerate(tokens)])
-            scores = 2.0 * (scores / warmth + noise[:, None])
-        scores -= scores.max(axis=2, keepdims=True)
-        np.exp(scores, out=scores)
-        scores /= scores.sum(axis=2, keepdims=True)
-        width, size, held = self._width, tokens.shape[1], np.zeros(1, dtype=np.int64)
-        for level, own in zip(tokens, scores, strict=True):
-            chances = own[held]
-            reached = (self._reached[:, None] * chances).ravel()
-            best = np.argsort(-reached, kind="stable")[:width]
-            self._reached, held = reached[best], best % size
-            self.last = level[held]
-            parents = self._nodes[best // size]
-            self._levels.append((self._reached, chances.ravel()[best], parents, self.last))
-            self._nodes = self._count + np.arange(len(best))
-            self._count += len(best)
+        self._reached, self._chances, self._parents, self._tokens, self._depths = lib.paths(
+            np.ascontiguousarray(tokens, dtype=np.int64),
+            np.ascontiguousarray(values, dtype=np.float32),
+            noise,
+            np.ascontiguousarray(graft.rows, dtype=np.int64),
+            np.ascontiguousarray(graft.before, dtype=np.float32),
+            np.ascontiguousarray(graft.after, dtype=np.float32),
+            view.tokens[-1],
+            len(tokens),
+            self._width,
+            graft.before.shape[1],
+            warmth,
+        )
 
-    def _chances(self, tokens: IntArray, values: FloatArray, at: int) -> FloatArray:
-        """The chance of each candidate behind each of the tokens before it, noise included."""
-        graft, view = self._graft, self._view
-        before = graft.before[graft.rows[self.last]]
-        after = graft.after[graft.rows[tokens]].transpose(0, 2, 1)
-        scores = values + np.matmul(before[:, None], after)[:, 0]
+    def _softened(self, scores: FloatArray, tokens: IntArray, at: int) -> FloatArray:
+        """The chances of candidates by their scores, noise included, a row for each path."""
+        view = self._view
         if (warmth := view.params.temperature) > 0:
             draw = Draw(seed=view.seed, index=view.index)
             noise = np.stack([noise_of(draw, at, row) for row in tokens])
@@ -90,18 +109,20 @@ class Paths:
 
     def guess(self, room: int, source: str) -> Guess:
         """The `room` likeliest nodes of all levels; a parent is never less likely than its child."""
-        guess, places, node = Guess(), {-1: -1}, 0
-        if not self._levels:
-            return guess
-        reached = np.concatenate([level[0] for level in self._levels])
-        keep = np.zeros(len(reached), dtype=np.bool_)
-        keep[np.argsort(-reached, kind="stable")[:room]] = True
-        for depth, (_, chances, parents, tokens) in enumerate(self._levels):
-            for chance, parent, token in zip(
-                chances.tolist(), parents.tolist(), tokens.tolist(), strict=True
-            ):
-                if keep[node] and parent in places:
-                    sign = Sign(source, (min(depth, 4), int(10 * chance)))
-                    places[node] = guess.add(token, places[parent], sign, chance)
-                node += 1
-        return guess
+        reached, parents = self._reached, self._parents
+        order = sorted(range(len(reached)), key=lambda node: -reached[node])
+        places, chosen = {-1: -1}, list[int]()
+        for node in sorted(order[:room]):
+            if parents[node] in places:
+                places[node] = len(chosen)
+                chosen.append(node)
+        chances = [self._chances[node] for node in chosen]
+        return Guess(
+            [self._tokens[node] for node in chosen],
+            [places[parents[node]] for node in chosen],
+            [
+                Sign(source, (min(self._depths[node], DEEPEST), int(10 * chance)))
+                for node, chance in zip(chosen, chances, strict=True)
+            ],
+            chances,
+        )

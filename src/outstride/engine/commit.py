@@ -91,7 +91,8 @@ class Commit:
                 keep, reuse = verdict.keep, verdict.reuse
                 if len(keep) > ran.given:
                     # A stop rule may have cut the accepted run: what lies beyond is nobody's.
-                    end, canvas, places = len(sequence.tokens), sequence.canvas, ran.graph.positions
+                    end, canvas = len(sequence.tokens), sequence.canvas
+                    places = ran.graph.positions.tolist()
                     keep = tuple(n for n in keep if places[n] < end or places[n] in canvas)
             elif name in sequence.method.drafter.fills:  # the others saw masks
                 keep, reuse = tuple(map(NodeId, range(ran.given))), ()

@@ -19,16 +19,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from outstride.cache.pool import Moves, PagePool
 from outstride.core.contracts import Demand
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Sequence, Status, Table
-from outstride.engine.cost import Cost
+from outstride.engine.cost import Cost, evened
 
-PATIENCE = 2.0
-"""How many times as long as usual a pass may take because somebody's prompt is read in it. If more
-sequences read than talk, so many times more: then those who wait are the others."""
+PATIENCE = 1.7
+"""How many times as long as without it a pass may take because somebody's prompt is read in it. If
+more sequences read than talk, so many times more: then those who wait are the others."""
 PROGRESS = 4
 """Nodes that a prompt may read in any case."""
 
@@ -213,10 +214,12 @@ class Scheduler:
         if self.cost is None or not talking or sequence.block is not None:
             return budget
         reading = self.cost.reading
-        patience = PATIENCE * max(1.0, readers / sum(nodes for nodes, _ in talking))
+        beside = sum(nodes for nodes, _ in talking)
+        patience = PATIENCE * max(1.0, readers / beside)
         left = (patience - 1.0) * self.cost.talking(talking)
         left -= sum(reading.seconds(*piece) for piece in pieces)
         most = reading.fits(left, len(sequence.tables[TARGET]))
+        most = evened(beside + sum(nodes for nodes, _ in pieces), most)
         if not pieces:
             most = max(most, PROGRESS)
         return min(budget, most)
@@ -362,7 +365,7 @@ class Scheduler:
                     (asking and demands[share.sequence].asking) or demands[share.sequence].gains
                 )
             ),
-            key=lambda offer: offer[:2],
+            key=itemgetter(0, 1),
         )[:budget]
         nodes = sum(share.given + share.room for share in plan.shares)
         reading = sum(max(share.given - 1, 0) for share in emitting) + sum(

@@ -28,6 +28,7 @@ from outstride.errors import (
     UnsupportedModel,
     VocabularyMismatch,
 )
+from outstride.llm.garbage import spare_imports
 from outstride.models.load import Loaded, load
 from outstride.results import Chunk, Completion, Filled, Result, completion_of, prompt_logprobs_of
 
@@ -141,6 +142,7 @@ class Base:
         """adapter: the folder of a diffusion adapter, or `shipped`: masked methods work then, too."""
         self._pages, self._weights = pages, weights
         if not isinstance(model, Loaded):
+            spare_imports()
             model = load(str(model), pages=pages, weights=weights)
         loaded = model
         if max_nodes < 1 or max_sequences < 1:

@@ -61,8 +61,8 @@ class _Part:
     @property
     def wanted(self) -> IntArray:
         """Nodes that reach the head; those of earlier rounds have had their scores."""
-        nodes = self.work.proposal.wanted
-        return nodes[nodes >= self.work.first]
+        nodes, first = self.work.proposal.wanted, self.work.first
+        return nodes[nodes >= first] if first else nodes
 
 
 @dataclass(slots=True)
@@ -312,7 +312,8 @@ class Decoder:
         for low, high in pairwise(bounds):
             active = [p for p in parts if p.count and p.start <= low and high <= p.stop]
             if active:
-                self._run_layers(active, low, high)
+                alone = len(active) == sum(part.count > 0 for part in parts)
+                self._run_layers(active, low, high, alone)
         wanted = [Wanted(p.proposal, p.wanted, p.state, p.work.first) for p in parts]
         collect = self.ops.score(wanted)
 
@@ -334,8 +335,11 @@ class Decoder:
             raise ValueError("hidden states need one row for each node to be computed")
         return part
 
-    def _run_layers(self, parts: list[_Part], low: int, high: int) -> None:
-        """Takes the parts' states from the entrance of layer `low` to that of layer `high`."""
+    def _run_layers(self, parts: list[_Part], low: int, high: int, alone: bool) -> None:
+        """Takes the parts' states from the entrance of layer `low` to that of layer `high`.
+
+        alone: this is all that is computed before the head.
+        """
         ops, spans, row = self.ops, [], 0
         for part in parts:
             work = part.work
@@ -366,7 +370,7 @@ class Decoder:
         fresh = all(part.state is None and not part.proposal.wants.hidden for part in parts)
         whole = (
             (low, high)
-            if fresh and not following and (low, high) in self._ranges.values()
+            if fresh and alone and not following and (low, high) in self._ranges.values()
             else None
         )
         x = ops.run(layers, batch, whole)

@@ -7,67 +7,137 @@ what deviates from that (branches, blocks, entries kept out of order) is listed 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 
 from outstride.core.graph import IntArray
-from outstride.ops.contract import Span
+from outstride.ops.contract import REST, Span
 from outstride.ops.cpu import native
 
 Ints = npt.NDArray[np.int32]
+ALL = 0
+"""How a layer that sees everything is told from those with windows, in compiled code."""
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """`nodes` has one entry per row of the pass; `pages` and `tails` are what they point into."""
+class Layout:
+    """For each row of a pass, its position, its slot and its keys, in buffers that never move.
 
-    nodes: npt.NDArray[np.void]
-    pages: Ints
-    tails: Ints
-    positions: IntArray
+    Nodes are told apart by window: `nodes` has a table for each. `pages` and `tails` are what they
+    point into; these are made anew, or may have to grow. With the host's library (`core.host`) spans
+    are laid out in compiled code.
+    """
+
+    def __init__(
+        self, rows: int, windows: Sequence[int | None], page_size: int, lib: ModuleType | None
+    ) -> None:
+        self.positions = np.zeros(rows, dtype=np.int64)
+        self.slots = np.zeros(rows, dtype=np.int64)
+        self.nodes = {
+            window: np.zeros(rows, dtype=native.NODE) for window in dict.fromkeys(windows)
+        }
+        self.pages: Ints = np.zeros(0, dtype=np.int32)
+        self.tails: Ints = np.zeros(1024, dtype=np.int32)
+        self._listed = 0
+        self._page_size = page_size
+        self._lib = lib
+        self._tables = tuple(self.nodes.values())
+        self._windows = tuple(ALL if window is None else window for window in self.nodes)
+
+    def lay(self, spans: Sequence[Span]) -> None:
+        """Lays out all rows of a pass."""
+        pages: list[int] = []
+        self._listed = 0
+        for span in spans:
+            table, page = span.table, len(pages)
+            in_order = table.ordered and not table.stale
+            if in_order:
+                pages += table.pages
+            if not (in_order and self._lib is not None and self._compiled(span, page, self._lib)):
+                self._by_hand(span, page, in_order=in_order)
+        self.pages = np.array(pages, dtype=np.int32)
+
+    def _compiled(self, span: Span, page: int, lib: ModuleType) -> bool:
+        """A span behind an ordered cache, unless its graph is not of the usual making."""
+        graph, row = span.graph, span.row
+        slots = np.ascontiguousarray(span.slots, dtype=np.int64)
+        positions = np.ascontiguousarray(graph.positions)
+        while True:
+            end: int = lib.keys(
+                graph.parents,
+                graph.blocks,
+                positions,
+                slots,
+                span.first,
+                len(span.table),
+                row,
+                page,
+                self._tables,
+                self._windows,
+                self.positions,
+                self.slots,
+                self.tails,
+                self._listed,
+            )
+            if end != -1:
+                break
+            self._grow(2 * len(self.tails))
+        if end >= 0:
+            self._listed = end
+        return end >= 0
+
+    def _grow(self, room: int) -> None:
+        tails = np.zeros(room, dtype=np.int32)
+        tails[: self._listed] = self.tails[: self._listed]
+        self.tails = tails
+
+    def _by_hand(self, span: Span, page: int, *, in_order: bool) -> None:
+        """The same for any span."""
+        rows, graph = span.rows, span.graph
+        self.positions[rows] = graph.positions[span.first :]
+        self.slots[rows] = span.slots[span.first :]
+        first = self._tables[0][rows]
+        first["row"] = np.arange(rows.start, rows.stop)
+        first["pages"] = page
+        tails = keys_of(span, self._page_size, first, self._listed, in_order=in_order)
+        end = self._listed + len(tails)
+        if end > len(self.tails):
+            self._grow(2 * end)
+        self.tails[self._listed : end] = tails
+        self._listed = end
+        for table, window in zip(self._tables, self._windows, strict=True):
+            table[rows] = first
+            if window == REST:
+                table["start"][rows] = 1
+            elif window == ALL:
+                table["start"][rows] = 0
+            else:
+                table["start"][rows] = np.maximum(self.positions[rows] - window + 1, 0)
 
 
-def keys_of(spans: Sequence[Span], page_size: int) -> Keys:
-    """The keys of all rows of a pass."""
-    rows = spans[-1].rows.stop
-    nodes = np.zeros(rows, dtype=native.NODE)
-    nodes["row"] = np.arange(rows)
-    positions = np.concatenate([s.graph.positions[s.first :] for s in spans])
-    pages: list[int] = []
-    tails: list[int] = []
-    for span in spans:
-        mine, table = nodes[span.rows], span.table
-        mine["pages"] = len(pages)
-        kept = len(table)
-        in_order = table.ordered and not table.stale
-        if in_order:
-            pages += table.pages
-        if in_order and _follows(span, kept):
-            mine["count"] = mine["direct"] = span.graph.positions[span.first :] + 1
-            continue
-        if in_order and (lead := _branches(span, kept)):
-            _paths(span, kept, lead, mine, tails)
-            continue
-        graph, sees = span.graph, span.graph.sees
-        groups = list(zip(graph.blocks.tolist(), graph.parents.tolist(), strict=True))
-        found: dict[tuple[int, int], tuple[int, int, int]] = {}
-        for node in range(span.first, len(graph)):
-            if (group := groups[node]) not in found:  # nodes of a block see the same
-                seen = np.flatnonzero(sees[node])
-                direct = _direct(span, seen, kept) if in_order else 0
-                rest = _listed(span, seen, direct, page_size, 0 if in_order else kept)
-                found[group] = direct, len(tails), direct + len(rest)
-                tails += rest
-            entry = mine[node - span.first]
-            entry["direct"], entry["tail"], entry["count"] = found[group]
-    return Keys(
-        nodes,
-        np.asarray(pages, dtype=np.int32),
-        np.asarray(tails, dtype=np.int32),
-        positions,
-    )
+def keys_of(
+    span: Span, page_size: int, nodes: npt.NDArray[np.void], start: int, *, in_order: bool
+) -> list[int]:
+    """Enters a span's keys in its nodes, and returns the slots that are listed from `start` on."""
+    graph, kept = span.graph, len(span.table)
+    if in_order and _follows(span, kept):
+        nodes["count"] = nodes["direct"] = graph.positions[span.first :] + 1
+        nodes["tail"] = 0
+        return []
+    sees, tails = graph.sees, list[int]()
+    groups = list(zip(graph.blocks.tolist(), graph.parents.tolist(), strict=True))
+    found: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for node in range(span.first, len(graph)):
+        if (group := groups[node]) not in found:  # nodes of a block see the same
+            seen = np.flatnonzero(sees[node])
+            direct = _direct(span, seen, kept) if in_order else 0
+            rest = _listed(span, seen, direct, page_size, 0 if in_order else kept)
+            found[group] = direct, start + len(tails), direct + len(rest)
+            tails += rest
+        entry = nodes[node - span.first]
+        entry["direct"], entry["tail"], entry["count"] = found[group]
+    return tails
 
 
 def _follows(span: Span, kept: int) -> bool:
@@ -79,37 +149,6 @@ def _follows(span: Span, kept: int) -> bool:
         and bool(graph.positions[-1] == kept + len(graph) - 1)
         and bool((np.diff(graph.positions) == 1).all())
     )
-
-
-def _branches(span: Span, kept: int) -> int:
-    """How many leading nodes go on where the cache ends, if all others hang below them one by one.
-
-    0: this graph has another shape.
-    """
-    graph = span.graph
-    parents, positions = graph.parents, graph.positions
-    if not graph.is_tree or positions[0] != kept or parents[0] >= 0:
-        return 0
-    if (parents[1:] < 0).any() or (positions[1:] != positions[parents[1:]] + 1).any():
-        return 0
-    lead = np.flatnonzero(parents != np.arange(-1, len(graph) - 1))
-    return int(lead[0]) if len(lead) else len(graph)
-
-
-def _paths(span: Span, kept: int, lead: int, nodes: npt.NDArray[np.void], tails: list[int]) -> None:
-    """Each node sees the cache, leading nodes down to where its branch begins, and its branch."""
-    parents, slots = span.graph.parents.tolist(), span.slots.tolist()
-    direct, counts, starts = [], [], []
-    for node in range(span.first, len(parents)):
-        branch, above = [], node
-        while above >= lead:
-            branch.append(slots[above])
-            above = parents[above]
-        direct.append(kept + above + 1)
-        counts.append(kept + above + 1 + len(branch))
-        starts.append(len(tails))
-        tails += branch[::-1]
-    nodes["direct"], nodes["count"], nodes["tail"] = direct, counts, starts
 
 
 def _direct(span: Span, seen: IntArray, kept: int) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from outstride.core.graph import FloatArray, IntArray
+from outstride.core.host import address
 from outstride.ops.cpu import native
 
 
@@ -36,6 +38,7 @@ class Packed:
     depth: int
     columns: FloatArray | None = None
     struct: native.Matrix = field(init=False)
+    pointer: Any = field(init=False)
 
     def __post_init__(self) -> None:
         expected = (self.tiles * self.depth * 16, self.tiles * 16)
@@ -50,6 +53,7 @@ class Packed:
             self.depth,
             8,
         )
+        self.pointer = ctypes.pointer(self.struct)
 
     @classmethod
     def of(cls, weight: FloatArray, bias: FloatArray | None, depth: int) -> Packed:
@@ -113,14 +117,16 @@ class Packed:
         """Width of a row of results."""
         return self.tiles * 16
 
-    def rows(self, ids: IntArray, width: int) -> FloatArray:
-        """Single rows as float32, `width` wide."""
-        if len(ids) and not (ids.min() >= 0 and ids.max() < self.channels):
+    def rows(self, ids: IntArray, width: int, out: FloatArray | None = None) -> FloatArray:
+        """Single rows as float32, `width` wide, perhaps in a given array of zeros."""
+        listed = ids.tolist()
+        if listed and not (min(listed) >= 0 and max(listed) < self.channels):
             raise ValueError("a row outside the matrix")
         ids = np.ascontiguousarray(ids, dtype=np.int64)
-        out = np.zeros((len(ids), width), dtype=np.float32)
+        if out is None:
+            out = np.zeros((len(listed), width), dtype=np.float32)
         native.library().outstride_rows(
-            ctypes.byref(self.struct), ids.ctypes.data, len(ids), self.k, width, out.ctypes.data
+            ctypes.byref(self.struct), address(ids), len(listed), self.k, width, address(out)
         )
         if self.columns is not None:
             out[:, : self.k] *= self.columns

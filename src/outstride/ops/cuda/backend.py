@@ -28,7 +28,7 @@ from outstride.ops.cuda.ahead import Ahead, Ask, Trust
 from outstride.ops.cuda.attention import PARTIAL, Partials, attend, embed_kernel, keep_kernel
 from outstride.ops.cuda.choose import POSITION
 from outstride.ops.cuda.grafts import Grafted
-from outstride.ops.cuda.head import Head, Kind, Rows, fill_draws, padded
+from outstride.ops.cuda.head import Head, Kind, Rows, padded
 from outstride.ops.cuda.layout import (
     HEAD_ROWS,
     HEADER,
@@ -82,6 +82,7 @@ class _Deferred:
 
     layers: Callable[[], Rows]
     batch: Batch
+    whole: tuple[int, int]
 
 
 class Cuda(Ops):
@@ -365,29 +366,12 @@ class Cuda(Ops):
 
     def run(self, layers: Callable[[], Rows], batch: Batch, whole: tuple[int, int] | None) -> Rows:
         """Runs the layers. A whole pass is launched together with its head."""
-        if whole == (0, self._shape.layers) and not batch.mixtures:
-            self._deferred = _Deferred(layers, batch)
-            return Rows(self._x, self._low, 0, batch.rows, self._shape.layers)
+        if whole is not None and not batch.mixtures:
+            self._deferred = _Deferred(layers, batch, whole)
+            return Rows(self._x, self._low, 0, batch.rows, whole[1])
         self._entries.settle()
-        layout = self._layout(batch)
-        self._words.send(layout.words)
-        if whole is None or batch.mixtures or not self._recordable(layout):
-            return layers()
-        return self._replayed(layers, layout, whole)
-
-    def _recordable(self, layout: Layout) -> bool:
-        return self._graphs_wanted and layout.rows <= SIZES[-1]
-
-    def _replayed(self, layers: Callable[[], Rows], layout: Layout, whole: tuple[int, int]) -> Rows:
-        """A pass of a trained part: recorded when it is seen again."""
-        key = (whole, *self._key(layout, 0, Kind(), False, False))
-        if key not in self._seen:
-            self._seen.add(key)
-            return layers()
-        if key not in self._graphs:
-            self._graphs[key] = Recording(lambda recording: layers())
-        self._graphs[key].replay()
-        return Rows(self._x, self._low, 0, layout.rows, whole[1])
+        self._words.send(self._layout(batch).words)
+        return layers()
 
     def digest(self, batch: Batch) -> None:
         for graft in self._grafts.values():
@@ -405,6 +389,7 @@ class Cuda(Ops):
             rows=len(self._x),
             device=self._device,
             dtype=self._dtype,
+            pdl=self._pdl,
         )
         self._layers += graft.layers
         self.windows += (weights.window,) * len(graft.layers)
@@ -416,7 +401,7 @@ class Cuda(Ops):
         return first
 
     def leave(self, x: Rows, rows: slice) -> Rows:
-        if x.layer == self._shape.layers:
+        if self._deferred is not None:  # its head will find them there
             return Rows(x.x, x.low, rows.start, rows.stop, x.layer)
         part = slice(rows.start, rows.stop)
         return Rows(x.x[part].clone(), x.low[part].clone(), 0, rows.stop - rows.start, x.layer)
@@ -432,32 +417,30 @@ class Cuda(Ops):
 
     def score(self, wanted: Sequence[Wanted]) -> Callable[[], list[Scores]]:
         deferred, self._deferred = self._deferred, None
-        if any(item.proposal.graft for item in wanted):
-            return self._guessed(wanted)
         if deferred is None:
-            return self._head.alone(wanted, self._low)
+            return self._apart(wanted)
+        some = next((item for item in wanted if len(item.nodes)), wanted[0])
+        head = self._head_of(some.proposal.graft)
         layout = self._layout(deferred.batch)
         count = sum(len(item.nodes) for item in wanted)
         if not 0 < count <= HEAD_ROWS:
-            self._launch(layout, deferred.layers, 0, Kind())
-            return self._head.alone(wanted, self._low)
-        return self._start(deferred, layout, wanted, count)
+            self._launch(layout, deferred, 0, Kind(), head)
+            return head.alone(wanted, self._low)
+        return self._start(deferred, layout, wanted, count, head)
 
-    def _guessed(self, wanted: Sequence[Wanted]) -> Callable[[], list[Scores]]:
-        """Scores of which some are guesses of trained parts."""
+    def _head_of(self, part: str) -> Head:
+        """The model's own, or that of a trained part."""
+        return self._grafts[part].head if part else self._head
+
+    def _apart(self, wanted: Sequence[Wanted]) -> Callable[[], list[Scores]]:
+        """Scores of states that are there, some of them perhaps guesses of trained parts."""
         groups: dict[str, list[int]] = {}
         for i, item in enumerate(wanted):
             groups.setdefault(item.proposal.graft, []).append(i)
-        pending: list[tuple[list[int], Callable[[], list[Scores]]]] = []
-        for name, members in groups.items():
-            items = [wanted[i] for i in members]
-            if not name:
-                pending.append((members, self._head.alone(items, self._low)))
-                continue
-            low, places = self._head.collected(items, self._low)
-            graft, eps = self._grafts[name], self._shape.norm_eps
-            found = graft.guesses(items, low, places, padded(len(places)), eps)
-            pending.append((members, found))
+        pending = [
+            (members, self._head_of(name).alone([wanted[i] for i in members], self._low))
+            for name, members in groups.items()
+        ]
 
         def scores() -> list[Scores]:
             found = {
@@ -468,27 +451,36 @@ class Cuda(Ops):
         return scores
 
     def _start(
-        self, deferred: _Deferred, layout: Layout, wanted: Sequence[Wanted], count: int
+        self,
+        deferred: _Deferred,
+        layout: Layout,
+        wanted: Sequence[Wanted],
+        count: int,
+        head: Head,
     ) -> Callable[[], list[Scores]]:
         """Starts a pass and its head; where it makes sense, the pass behind it."""
         at, room = layout.head_at, layout.head_rows
-        _, places = self._head.collected(wanted, self._low)
+        _, places = head.collected(wanted, self._low)
         layout.words[at : at + count] = places
         draws = layout.words[at + room : at + room * (1 + PLACES)].reshape(room, PLACES)
-        kind, plain = fill_draws(draws, wanted)
-        reply = self._head.replies.take(count)
+        kind, plain = head.describe(draws, wanted)
+        reply = head.replies.take(count)
         layout.words[0] = reply.place
-        steps = deferred.batch.steps
-        self._launch(layout, deferred.layers, padded(count), kind, cut=steps is None)
+        steps, own = deferred.batch.steps, head is self._head
+        cut = steps is None and own  # the layers of a part are few
+        self._launch(layout, deferred, padded(count), kind, head, cut=cut)
         reply.launched()
-        if steps is not None and plain and count == len(wanted) == len(steps):
+        if own and steps is not None and plain and count == len(wanted) == len(steps):
             asks = [Ask.of(item.proposal) for item in wanted]
             self._foresee(steps, list(range(count)), reply, draws[:count], asks, kind)
-        return self._head.collect(wanted, reply, plain)
+        return head.collect(wanted, reply, plain)
 
-    def _key(self, layout: Layout, head: int, kind: Kind, cut: bool, moves: bool) -> Any:
+    def _key(
+        self, layout: Layout, whole: tuple[int, int], head: int, kind: Kind, cut: bool, moves: bool
+    ) -> Any:
         """What recorded passes differ in."""
         return (
+            whole,
             layout.rows,
             layout.tile,
             layout.shared,
@@ -505,12 +497,13 @@ class Cuda(Ops):
     def _launch(
         self,
         layout: Layout,
-        layers: Callable[[], Rows],
-        head: int,
+        deferred: _Deferred,
+        rows: int,
         kind: Kind,
+        head: Head,
         cut: bool = True,
     ) -> None:
-        """Starts a whole pass and `head` rows of its head: replayed, once it has been recorded.
+        """Starts a whole pass and `rows` rows of its head: replayed, once it has been recorded.
 
         cut: the card has nothing else to do while the pass is handed to it.
         """
@@ -521,15 +514,15 @@ class Cuda(Ops):
             try:
                 if moves:
                     self._entries.launch(self._words.words)
-                layers()
+                deferred.layers()
             finally:
                 self._whole_pass, self._recording = False, None
-            if head:
+            if rows:
                 words, at = self._words.words, layout.head_at
-                self._head.launch(self._low, head, kind, words, at, layout.head_rows)
+                head.launch(self._low, rows, kind, words, at, layout.head_rows)
 
         self._words.send(layout.words)
-        key = self._key(layout, head, kind, cut, moves)
+        key = self._key(layout, deferred.whole, rows, kind, cut, moves)
         if not self._graphs_wanted or layout.rows > SIZES[-1]:
             work()
         elif key not in self._seen:  # compiles what is missing
@@ -563,7 +556,8 @@ class Cuda(Ops):
         count = len(following)
         windows = tuple(dict.fromkeys(self._shape.windows))
         layout = following.layout(windows, padded(count), self._card)
-        recorded = self._graphs.get(self._key(layout, layout.rows, kind, False, False))
+        whole = 0, self._shape.layers
+        recorded = self._graphs.get(self._key(layout, whole, layout.rows, kind, False, False))
         if recorded is None or len(layout.words) > len(self._words):
             return
         at, room = layout.head_at, layout.head_rows

@@ -17,7 +17,7 @@ from outstride.core.graph import IntArray
 from outstride.core.sampling import Draw
 from outstride.ops.cuda.filters import Filters
 from outstride.ops.cuda.layout import BEST, HEAD_ROWS, PLACES
-from outstride.ops.cuda.noise import gumbel, over, rank
+from outstride.ops.cuda.noise import gumbel, over, rank, unrank
 
 _PLACES = tl.constexpr(PLACES)
 _ROWS = tl.constexpr(HEAD_ROWS)
@@ -92,10 +92,13 @@ def choose_kernel(
 
 @triton.jit
 def several_kernel(
-    logits, draws, bars, best, replies, reply, parts, tickets, ld, vocab,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROUND: tl.constexpr,
+    logits, draws, bars, best, replies, sums, reply, parts, tickets, ld, vocab,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROUND: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """The same for as many ids of each row as its draw says, best first; -1 stands for no more."""
+    """The same for as many ids of each row as its draw says, best first; -1 stands for no more.
+
+    With SUMS, what was compared goes to the host as well.
+    """
     row, chunk = tl.program_id(0), tl.program_id(1)
     draw = draws + row * _PLACES
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -117,14 +120,19 @@ def several_kernel(
         )
         place = tl.arange(0, _BEST)
         found = tl.full((_BEST,), -1, tl.int32)
+        ranks = tl.full((_BEST,), 0, tl.int32)
         for i in range(wanted):
             top = tl.max(rest, axis=0)
             winner = (top & _LAST).to(tl.int32) ^ _LAST
             winner = tl.where((top >> 32) > _FORBIDDEN, winner, tl.where(i == 0, 0, -1))
             found = tl.where(place == i, winner, found)
+            ranks = tl.where(place == i, (top >> 32).to(tl.int32), ranks)
             rest = tl.where(rest == top, _NOBODY, rest)
         tl.store(best + row, tl.max(tl.where(place == 0, found, -1), axis=0))
-        tl.store(replies + (tl.load(reply) * _ROWS + row) * _BEST + place, found)
+        line = (tl.load(reply) * _ROWS + row) * _BEST
+        tl.store(replies + line + place, found)
+        if SUMS:
+            tl.store(sums + line + place, unrank(ranks))
         tl.store(tickets + row, 0)
 
 
@@ -153,10 +161,12 @@ class Chooser:
         *,
         filtered: bool,
         several: bool,
+        sums: torch.Tensor | None = None,
     ) -> None:
         """Fills `best` for the first rows of logits, and the row of `replies` that `reply` names.
 
-        filtered, several: whether some row has filters, or wants more than one token.
+        filtered, several: whether some row has filters, or wants more than one token. `sums` is
+        where what the several were compared by goes.
         """
         if filtered:
             self._filters.find(logits, draws, rows)
@@ -167,8 +177,8 @@ class Chooser:
         }  # fmt: skip
         if several:
             several_kernel[grid](
-                logits, draws, bars, self.best, replies, reply, self._keys, self._tickets, ld,
-                self.vocab, **sizes,
+                logits, draws, bars, self.best, replies, replies if sums is None else sums, reply,
+                self._keys, self._tickets, ld, self.vocab, SUMS=sums is not None, **sizes,
             )  # fmt: skip
         else:
             choose_kernel[grid](

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from outstride.core.graph import IntArray
-from outstride.core.proposal import Scores
 from outstride.errors import UnsupportedModel
-from outstride.ops.contract import GraftWeights, Shape, Wanted
+from outstride.ops.contract import GraftWeights, Shape
+from outstride.ops.cuda.head import Head
 from outstride.ops.cuda.linear import FLOATS, HEADS, linear
 from outstride.ops.cuda.matrices import Matrix, Scratch, Turn, up
 from outstride.ops.cuda.weights import Layer
@@ -27,13 +26,11 @@ class Grafted:
     digests: list[Matrix]
     """Queries, keys and values of each layer, under the norm of what was mixed."""
     mix: Matrix
-    head: Matrix
-    vocabulary: IntArray
+    head: Head
     tapped: torch.Tensor
     """The states that were tapped in this pass, side by side."""
     mixed: torch.Tensor
     low: torch.Tensor
-    logits: torch.Tensor
     scratch: Scratch
 
     @classmethod
@@ -48,6 +45,7 @@ class Grafted:
         rows: int,
         device: torch.device,
         dtype: torch.dtype,
+        pdl: bool,
     ) -> Grafted:
         """Takes a part over; `vocabulary` is the model's head in float32."""
         if weights.mix is None or not weights.usual(shape):
@@ -63,8 +61,17 @@ class Grafted:
 
         mix = Matrix.pack(weights.mix, None, weights.scale, device, dtype)
         listed = vocabulary[torch.from_numpy(weights.vocabulary).to(vocabulary.device)]
-        head = Matrix.pack(listed, None, weights.norm, device, dtype)
         width = up(shape.hidden_size, 256)
+        head = Head(
+            Matrix.pack(listed, None, weights.norm, device, dtype),
+            shape.norm_eps,
+            len(weights.vocabulary),
+            width,
+            device,
+            dtype,
+            pdl,
+            weights.vocabulary,
+        )
         return cls(
             first=first,
             taps=weights.taps,
@@ -74,17 +81,15 @@ class Grafted:
             ],
             mix=mix,
             head=head,
-            vocabulary=weights.vocabulary,
             tapped=room(rows, mix.weight.shape[1], dtype),
             mixed=room(rows, width, torch.float32),
             low=room(rows, width, dtype),
-            logits=room(rows, up(len(weights.vocabulary), 256), torch.float32),
             scratch=Scratch.make(device, rows),
         )
 
     def reserve(self, rows: int) -> None:
         """Room for passes of this size."""
-        for name in ("tapped", "mixed", "low", "logits"):
+        for name in ("tapped", "mixed", "low"):
             held = getattr(self, name)
             setattr(self, name, held.new_zeros(rows, held.shape[1]))
         self.scratch = Scratch.make(self.low.device, rows)
@@ -101,32 +106,3 @@ class Grafted:
         self.low[:rows].copy_(self.mixed[:rows])
         for matrix, turn in zip(self.digests, turns, strict=True):
             linear(matrix, self.low, rows, HEADS, self.scratch, low=queries, norm=eps, turn=turn)
-
-    def guesses(
-        self, wanted: Sequence[Wanted], low: torch.Tensor, places: list[int], rows: int, eps: float
-    ) -> Callable[[], list[Scores]]:
-        """The likeliest tokens of these rows, and their logits."""
-        device, count = self.low.device, len(places)
-        chosen = torch.zeros(rows, dtype=torch.int32)
-        chosen[:count] = torch.tensor(places, dtype=torch.int32)
-        if rows > len(self.logits):
-            self.reserve(rows)
-        linear(
-            self.head, low, rows, FLOATS, self.scratch,
-            out=self.logits, norm=eps, gather=chosen.to(device),
-        )  # fmt: skip
-        most = min(max(item.proposal.wants.best for item in wanted), len(self.vocabulary))
-        values, ids = self.logits[:count, : len(self.vocabulary)].topk(most)
-
-        def scores() -> list[Scores]:
-            tokens, found = self.vocabulary[ids.cpu().numpy()], values.cpu().numpy()
-            result, start = [], 0
-            for item in wanted:
-                stop, best = start + len(item.nodes), item.proposal.wants.best
-                result.append(
-                    Scores(item.nodes, tokens[start:stop, :best], values=found[start:stop, :best])
-                )
-                start = stop
-            return result
-
-        return scores

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from outstride.core.graph import IntArray
 from outstride.core.proposal import Proposal, Scores
 from outstride.core.select import select
 from outstride.ops.contract import Wanted
@@ -88,7 +89,10 @@ def width(proposal: Proposal, vocab: int) -> int:
 
 
 class Head:
-    """The head of a model, and what comes back from it."""
+    """The head of a model, and what comes back from it; or that of a trained part, which guesses.
+
+    listed: the tokens that a part's guesses are among. Their logits come back with them.
+    """
 
     def __init__(
         self,
@@ -99,7 +103,9 @@ class Head:
         device: torch.device,
         dtype: torch.dtype,
         pdl: bool,
+        listed: IntArray | None = None,
     ) -> None:
+        self._listed = listed
         self.matrix, self._eps, self._vocab, self._pdl = matrix, eps, vocab, pdl
         self._states, self._device, self._dtype = states, device, dtype
         self._scratch = Scratch.make(device, HEAD_ROWS)
@@ -107,7 +113,7 @@ class Head:
         self._logits = torch.zeros(shape, dtype=torch.float32, device=device)
         self._chooser = Chooser(device, HEAD_ROWS, vocab)
         self._words = Ring(device, HEADER + HEAD_ROWS * (1 + PLACES))
-        self.replies = Replies(device)
+        self.replies = Replies(device, sums=listed is not None)
 
     @property
     def chosen(self) -> torch.Tensor:
@@ -138,7 +144,22 @@ class Head:
             words[:1],
             filtered=kind.filtered,
             several=kind.several,
+            sums=self.replies.sums,
         )
+
+    def describe(self, draws: Words, wanted: Sequence[Wanted]) -> tuple[Kind, bool]:
+        """Describes everybody's draws; says what kernels they take, and whether all are simple."""
+        if self._listed is None:
+            return fill_draws(draws, wanted)
+        line = 0
+        for item in wanted:
+            draws[line : line + len(item.nodes), COUNT] = self._several(item)
+            line += len(item.nodes)
+        return Kind(several=True), True
+
+    def _several(self, item: Wanted) -> int:
+        """How many guesses a part makes for a node."""
+        return max(1, min(item.proposal.wants.best, BEST, self._vocab))
 
     def found(self, wanted: Sequence[Wanted], reply: Reply) -> list[Scores]:
         """What a start of the head yielded."""
@@ -146,7 +167,11 @@ class Head:
         scores, start = [], 0
         for item in wanted:
             stop = start + len(item.nodes)
-            if simple(item.proposal):
+            if self._listed is not None and reply.sums is not None:
+                some = slice(start, stop), slice(self._several(item))
+                values = reply.sums[some]
+                scores.append(Scores(item.nodes, self._listed[best[some]], values=values))
+            elif simple(item.proposal):
                 count = width(item.proposal, self._vocab)
                 scores.append(Scores(nodes=item.nodes, best=best[start:stop, :count]))
             else:
@@ -186,7 +211,7 @@ class Head:
         words = np.zeros(HEADER + rows * (1 + PLACES), dtype=np.int32)
         words[HEADER : HEADER + count] = places
         draws = words[HEADER + rows :].reshape(rows, PLACES)
-        kind, plain = fill_draws(draws, [item])
+        kind, plain = self.describe(draws, [item])
         reply = self.replies.take(count)
         words[0] = reply.place
         self._words.send(words)

@@ -106,5 +106,11 @@ def rank(x):
 
 
 @triton.jit
+def unrank(place):
+    """The floats of such integers."""
+    return tl.where(place < 0, place ^ 0x7FFFFFFF, place).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def over(x, temperature, WIDTH: tl.constexpr):
     return tl.math.div_rn(x, tl.full((WIDTH,), 1.0, tl.float32) * temperature)

@@ -252,28 +252,31 @@ class Describer:
     def __call__(self, spans: Sequence[Span], windows: Sequence[int | None], rows: int) -> Layout:
         """Describes a pass over these spans, padded to `rows` rows."""
         live = [span for span in spans if span.first < len(span.graph.tokens)]
-        if len(live) == 1 and live[0].first == 0 and tuple(windows) == (None,):
-            return self._single(live[0], rows)
+        if len(live) == 1 and live[0].first == 0 and len(windows) == 1:
+            return self._single(live[0], windows[0], rows)
         return self._several(live, windows, rows)
 
-    def _single(self, span: Span, rows: int) -> Layout:
+    def _single(self, span: Span, window: int | None, rows: int) -> Layout:
         """A pass over one sequence from a mould, if there is one that fits."""
         count, context = len(span.graph.tokens), len(span.table.positions)
+        lows: list[int] = []
+        if window is not None:  # in which block each node begins to see keys
+            lows = (np.maximum(span.graph.positions - window + 1, 0) // KEYS).tolist()
         near: tuple[int, Words] | None = None
         plain = ordinary(span, self.card.page_size)
         if plain:
             per = self.card.tile(count) // self.card.group
             ends = range(context + per - 1, context + count - 1, per)
             blocks = [end // KEYS for end in (*ends, context + count - 1)]
-            key: tuple[object, ...] = (rows, count, *blocks)
+            key: tuple[object, ...] = (rows, count, window, *blocks, *lows)
         elif (near := _near(span, self.card.page_size)) is not None:
-            key = (rows, count, "near", near[0], near[1].shape[1])
+            key = (rows, count, "near", near[0], near[1].shape[1], window, *lows)
         else:
-            return self._several([span], (None,), rows)
+            return self._several([span], (window,), rows)
         mould = self._moulds.get(key)
         if mould is not None:
             return _filled(mould, span, None if near is None else near[1])
-        layout = self._several([span], (None,), rows, near)
+        layout = self._several([span], (window,), rows, near)
         if layout.splits or layout.shared:  # else there was no room to share keys
             if len(self._moulds) >= MOULDS:
                 self._moulds.clear()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outstride.core.graph import IntArray
+from outstride.core.graph import FloatArray, IntArray
 from outstride.ops.cuda.layout import BEST, HEAD_ROWS, Words
 
 RING = 4
@@ -48,10 +48,15 @@ class Ring:
 class Reply:
     """The tokens of one pass, on their way to the host."""
 
-    def __init__(self, source: Any, event: Any, stream: Any, count: int, place: int) -> None:
+    def __init__(
+        self, source: Any, sums: Any, event: Any, stream: Any, count: int, place: int
+    ) -> None:
         self.place = place
         """Which row of the replies they come to."""
-        self._source, self._event, self._stream, self._count = source, event, stream, count
+        self.sums: FloatArray | None = None
+        """What they were compared by, where that comes too; there after `wait`."""
+        self._source, self._sums, self._event, self._stream = source, sums, event, stream
+        self._count = count
         self._tokens: IntArray | None = None
 
     def launched(self) -> None:
@@ -65,16 +70,23 @@ class Reply:
             if self._event is not None:
                 self._event.synchronize()
             self._tokens = self._source[: self._count].astype(np.int64)
+            if self._sums is not None:
+                self.sums = self._sums[: self._count].copy()
         return self._tokens
 
 
 class Replies:
-    """Memory of the host to which the card writes tokens."""
+    """Memory of the host to which the card writes tokens, and what they were compared by if asked."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, sums: bool = False) -> None:
         pinned = device.type == "cuda"
         self.memory = torch.zeros(RING, HEAD_ROWS, BEST, dtype=torch.int32, pin_memory=pinned)
         self._rows = self.memory.numpy()
+        self.sums: torch.Tensor | None = None
+        self._sums: Any = [None] * RING
+        if sums:
+            self.sums = torch.zeros(RING, HEAD_ROWS, BEST, dtype=torch.float32, pin_memory=pinned)
+            self._sums = self.sums.numpy()
         self._events = [torch.cuda.Event() if pinned else None for _ in range(RING)]
         self._stream = torch.cuda.current_stream(device) if pinned else None
         self._held: list[Reply | None] = [None] * RING
@@ -86,7 +98,8 @@ class Replies:
         held = self._held[at]
         if held is not None:
             held.wait()
-        self._held[at] = reply = Reply(self._rows[at], self._events[at], self._stream, count, at)
+        reply = Reply(self._rows[at], self._sums[at], self._events[at], self._stream, count, at)
+        self._held[at] = reply
         return reply
 
 
