@@ -355,7 +355,7 @@ def test_command_lines_parse(where: str, words: list[str]) -> None:
 QUICK: dict[str, list[str]] = {
     "run": ["--max-tokens", "4"],
     "prove": ["--limit", "2", "--max-tokens", "4"],
-    "bench decode": ["--limit", "2", "--max-tokens", "4"],
+    "bench decode": ["--limit", "2", "--max-tokens", "4", "--min-tokens", "0"],
     "bench step": ["--nodes", "1,2", "--cached", "8", "--lengths", "0", "--repeat", "1"],
     "methods": [],
     "models": [],

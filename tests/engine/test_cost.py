@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from outstride import registry
@@ -70,6 +72,44 @@ def test_a_frozen_curve_stays() -> None:
     cost = Cost({1: 1.0, 8: 2.0}, frozen=True)
     cost.observe(1, 5.0)
     assert cost.knots == {1: 1.0, 8: 2.0}
+
+
+def test_what_drafting_takes_is_learnt_apart() -> None:
+    cost = Cost({1: 1.0, 8: 2.0})
+    assert cost.drafting(1, asking=False) < cost.drafting(1, asking=True) < 1.0
+    for _ in range(60):
+        cost.observe_drafting(1, 0.6, asking=True)
+        cost.observe_drafting(3, 0.34, asking=False)
+    assert cost.drafting(1, asking=True) == pytest.approx(0.6, rel=0.01)
+    assert cost.drafting(3, asking=False) == pytest.approx(0.34, rel=0.01)
+    assert cost.knots == {1: 1.0, 8: 2.0}
+    frozen = Cost({1: 1.0}, frozen=True)
+    frozen.observe_drafting(1, 9.0, asking=True)
+    assert frozen.drafting(1, asking=True) < 1.0
+
+
+class Dawdling(Drafter):
+    """Takes its time, and its guesses are wrong."""
+
+    def demand(self, view: View) -> Demand:
+        return Demand(most=2, gain=0.1) if view.pending() == 1 else Demand()
+
+    def guess(self, view: View, room: int) -> Guessing:
+        yield from ()
+        time.sleep(0.02)
+        guess = Guess()
+        guess.add_run([1] * min(room, view.limit - view.end - 1), Sign("slow"), 0.1)
+        return guess
+
+
+def test_a_slow_drafter_does_not_make_passes_look_dear() -> None:
+    """Else a plain step would look dear, too, and drafting cheap beside it."""
+    bench = Bench()
+    bench.engine.scheduler.cost = cost = Cost({1: 0.001, 64: 0.002})
+    method = toy_method(Dawdling(), registry.build("plain").acceptor)
+    bench.run(some_prompts(5, 1), method, SamplingParams(max_tokens=34, ignore_eos=True))
+    assert cost.drafting(1, asking=False) > 0.008
+    assert cost.knots[1] < 0.01
 
 
 def test_measuring_leaves_no_trace() -> None:

@@ -41,7 +41,8 @@ class Demand:
     its size to the plan says what it expects of each further node instead (`gains`, falling): it is
     granted as many as are worth what they cost in the pass that is being planned. If it could ask a
     trained part first, `asking` says what it would expect of each node then; the plan decides whether
-    that is worth a pass of the part.
+    that is worth a pass of the part. Settled tokens are read up to the position `until`, where those
+    behind it cannot go through the same pass.
     """
 
     least: int = 0
@@ -49,6 +50,7 @@ class Demand:
     gain: float = 0.0
     gains: tuple[float, ...] = ()
     asking: tuple[float, ...] = ()
+    until: int | None = None
 
 
 class Drafter:
@@ -72,6 +74,8 @@ class Drafter:
     fills: tuple[str, ...] = ()
     """The models that it has fill in masks, the target perhaps among them. Settled tokens are read
     as such a model sees them; all other models read them causally."""
+    partial: bool = False
+    """Whether it leaves entries behind the prompt that some layers lack: nobody shares those."""
 
     def fits(self, vision: Vision, masking: Masking | None) -> str | None:
         """Why it cannot work with a target of this kind; None if it can."""

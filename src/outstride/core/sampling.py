@@ -105,11 +105,11 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(
-    counters: IntArray, c1: int, c2: int, c3: int, key: int
+    counters: IntArray, c1: int | IntArray, c2: int, c3: int, key: int
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Philox-4x32-10 for the counters (counters[i], c1, c2, c3) under a 64-bit key."""
+    """Philox-4x32-10 for the counters (counters[i], c1[i], c2, c3) under a 64-bit key."""
     x0 = counters.astype(np.uint64) & _LOW
-    x1 = np.full_like(x0, c1 & _WORD)
+    x1 = np.broadcast_to(np.asarray(c1 & _WORD, dtype=np.uint64), x0.shape)
     x2 = np.full_like(x0, c2 & _WORD)
     x3 = np.full_like(x0, c3 & _WORD)
     k0, k1 = key & _WORD, (key >> 32) & _WORD
@@ -125,10 +125,10 @@ def philox(
     return tuple(x.astype(np.int64) for x in (x0, x1, x2, x3))  # type: ignore[return-value]
 
 
-def random_words(draw: Draw, position: int, tokens: IntArray) -> IntArray:
+def random_words(draw: Draw, position: int | IntArray, tokens: IntArray) -> IntArray:
     """One 32-bit word for each token id at a position: word id % 4 of the block id // 4."""
     blocks, lanes = tokens >> 2, tokens & 3
-    if len(tokens):
+    if len(tokens) and isinstance(position, int):
         first, last = int(blocks.min()), int(blocks.max())
         if last - first + 1 < len(tokens):  # much of the vocabulary: each block once
             dense = np.arange(first, last + 1)
@@ -226,8 +226,8 @@ def exponential(words: IntArray) -> FloatArray:
     return np.where(words >= _TOP, near_one, -log(below))
 
 
-def gumbel(draw: Draw, position: int, tokens: IntArray) -> FloatArray:
-    """The noise of each token id at a position."""
+def gumbel(draw: Draw, position: int | IntArray, tokens: IntArray) -> FloatArray:
+    """The noise of each token id at a position, or at one position for each row of them."""
     return _noise(random_words(draw, position, tokens))
 
 

@@ -162,6 +162,12 @@ class Sequence:
     def output(self) -> list[int]:
         return self.tokens[self.prompt_length :]
 
+    @property
+    def common(self) -> list[int]:
+        """The tokens whose entries of the target it may share with anybody."""
+        whole = not self.method.drafter.partial
+        return self.tokens if whole else self.tokens[: self.prompt_length]
+
     def unread(self) -> list[int]:
         """What the target has to read, where it read out of order before."""
         table = self.tables.get(TARGET) or Table()

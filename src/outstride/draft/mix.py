@@ -20,6 +20,8 @@ LEAST = 0.01
 """Nodes that are expected to hold less often are not worth a thought."""
 PROMISES = tuple(0.6 * 0.78**i for i in range(48))
 """First word on what the nodes of a tree promise that a trained part took part in."""
+SAMPLED = 0.6
+"""So much of it is believed where tokens are drawn: there is less to guess."""
 
 
 @dataclass(slots=True)
@@ -149,13 +151,32 @@ def _discount(rivals: list[int], signs: list[Sign], chances: list[float], odds: 
 
 
 class Forecast:
-    """What the nodes of a joined tree promised of late, best first: a falling average of trees."""
+    """What the nodes of a joined tree promised of late, best first: a falling average of trees.
 
-    QUICK = 0.15
+    Promises are believed as far as they were kept: how many drafted tokens held is tracked beside how
+    many were promised, `share` of them at first.
+    """
 
-    def __init__(self, base: Forecast | None = None) -> None:
+    QUICK, MEMORY, FIRST = 0.15, 0.96, 3.0
+
+    def __init__(self, base: Forecast | None = None, share: float = 1.0) -> None:
         self.gains: list[float] = list(base.gains if base else PROMISES)
         self._base = base
+        self._promised, self._held = 0.0, 0.0
+        self._share = share
+
+    @property
+    def trust(self) -> float:
+        """What a promised token is worth."""
+        before = self._base.trust if self._base is not None else self._share
+        return (self._held + self.FIRST * before) / (self._promised + self.FIRST)
+
+    def settle(self, promised: float, held: int) -> None:
+        """Enters how many tokens a draft promised, and how many of them held."""
+        if self._base is not None:
+            self._base.settle(promised, held)
+        self._promised = self.MEMORY * self._promised + promised
+        self._held = self.MEMORY * self._held + held
 
     def learn(self, gains: Sequence[float]) -> None:
         """Enters a tree's gains, falling."""
@@ -172,7 +193,8 @@ class Forecast:
 
     def over(self, gains: Sequence[float]) -> tuple[float, ...]:
         """What a tree promises that holds these guesses too."""
-        mine, both = self.gains, min(len(self.gains), len(gains))
+        trust = min(self.trust, 1.0)
+        mine, both = [trust * gain for gain in self.gains], min(len(self.gains), len(gains))
         return (*map(max, mine[:both], gains[:both]), *mine[both:])
 
 
@@ -223,6 +245,7 @@ class Mix(Drafter):
         self.grafts = self._trained.grafts if self._trained else ()
         self.wants = Wants(best=max(drafter.wants.best for drafter in self._drafters))
         self._odds = PerTenant(lambda: (Odds(weight=12.0), Forecast()))
+        self._sampled = PerTenant(lambda: (Odds(weight=12.0), Forecast(share=SAMPLED)))
 
     @staticmethod
     def _part(name: str) -> Drafter:
@@ -282,15 +305,18 @@ class Mix(Drafter):
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> _State:
         state: _State | None = view.state
         if state is None:
-            kind = "greedy" if view.params.temperature == 0.0 else "sampled"
-            odds, forecast = self._odds.of(f"{kind} {view.salt}")
+            known = self._odds if view.params.temperature == 0.0 else self._sampled
+            odds, forecast = known.of(view.salt)
             state = _State([None] * len(self._drafters), Odds(odds), Forecast(forecast), [])
-        elif state.joined is not None:
+        drafted = len(proposal.graph) - proposal.given
+        if state.joined is not None:
+            if view.ask and drafted:
+                promised = sum(state.joined.gains[:drafted])
+                state.forecast.settle(promised, len(verdict.settled) - 1)
             state.joined.learn(view.tokens[state.end :], state.odds)
             state.joined = None
         if not view.ask:
             state.forecast.fade()
-        drafted = len(proposal.graph) - proposal.given
         state.idle = 0 if drafted else state.idle + 1
         state.last = drafted or state.last
         state.parts = [

@@ -81,7 +81,7 @@ class Paths:
         graft, view, noise = self._graft, self._view, None
         if (warmth := view.params.temperature) > 0:
             draw, at = Draw(seed=view.seed, index=view.index), view.end
-            noise = np.stack([noise_of(draw, at + i, row) for i, row in enumerate(tokens)])
+            noise = noise_of(draw, at + np.arange(len(tokens))[:, None], tokens)
         self._reached, self._chances, self._parents, self._tokens, self._depths = lib.paths(
             np.ascontiguousarray(tokens, dtype=np.int64),
             np.ascontiguousarray(values, dtype=np.float32),
@@ -101,7 +101,7 @@ class Paths:
         view = self._view
         if (warmth := view.params.temperature) > 0:
             draw = Draw(seed=view.seed, index=view.index)
-            noise = np.stack([noise_of(draw, at, row) for row in tokens])
+            noise = noise_of(draw, at, tokens)
             scores = 2.0 * (scores / warmth + noise)
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
         chances: FloatArray = powers / powers.sum(axis=1, keepdims=True)

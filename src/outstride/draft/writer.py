@@ -105,13 +105,10 @@ class Writer(Drafter):
         return written
 
 
-def noise_of(draw: Draw, at: int, tokens: Sequence[int] | IntArray) -> FloatArray:
-    """The noise of tokens in any order (`gumbel` wants rising ones)."""
+def noise_of(draw: Draw, at: int | IntArray, tokens: Sequence[int] | IntArray) -> FloatArray:
+    """The noise of tokens in any order, at one position or at one for each of them."""
     ids = np.asarray(tokens, dtype=np.int64)
-    order = np.argsort(ids)
-    noise = np.empty(len(ids), dtype=np.float32)
-    noise[order] = gumbel(draw, at, ids[order])
-    return noise
+    return gumbel(draw, np.broadcast_to(np.asarray(at, dtype=np.int64), ids.shape), ids)
 
 
 def leading(branches: list[Branch], most: int) -> list[Branch]:

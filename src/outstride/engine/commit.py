@@ -104,7 +104,8 @@ class Commit:
             if name == TARGET and not table.ordered and len(table) >= len(sequence.order):
                 sequence.order = list(table.positions)
             block = sequence.block if name == TARGET else turn.view.block(name)
-            pool.publish(table, sequence.tokens, sequence.salt, block)
+            tokens = sequence.common if name == TARGET else sequence.tokens
+            pool.publish(table, tokens, sequence.salt, block)
 
     def _fork(self, turn: Turn, verdict: Verdict) -> None:
         """At the end of the prompt for a request's n samples, else where the verdict says."""

@@ -31,8 +31,9 @@ CACHED = 128
 ROUNDS, LARGE = 5, 16
 """How often passes are timed, and from how many nodes on less often: they take long."""
 CANDIDATES = 8
-ASKING = 0.2
-"""What a pass of a trained part is taken to cost, in plain passes, until one was made."""
+GUESSING, ASKING = 0.05, 0.3
+"""What drafting is taken to cost before the pass, in plain passes, until it was seen: without a trained
+part and with one."""
 FURTHER = 0.35
 """What each further sequence adds to it."""
 STEPS = 31
@@ -108,18 +109,18 @@ class Cost:
         self._drift = 0.0
         self._paces: deque[float] = deque(maxlen=STEPS)
         """How long recent steps took, against the curve as it was at first: logarithms."""
-        self._asking = ASKING * self._values[0]
+        self._drafting = [share * self._values[0] for share in (GUESSING, ASKING)]
 
-    def asking(self, count: int) -> float:
-        """Seconds for which trained parts keep so many sequences waiting."""
-        return self._asking * (1.0 + FURTHER * (count - 1))
+    def drafting(self, count: int, *, asking: bool) -> float:
+        """Seconds that go by before a pass while drafts are made for so many sequences."""
+        return self._drafting[asking] * (1.0 + FURTHER * (count - 1))
 
-    def observe_asking(self, count: int, seconds: float) -> None:
-        """Enters what a pass of trained parts took, for so many sequences."""
+    def observe_drafting(self, count: int, seconds: float, *, asking: bool) -> None:
+        """Enters how long making drafts for so many sequences took, trained parts asked or not."""
         if not self._frozen:
+            known = self._drafting[asking]
             found = seconds / (1.0 + FURTHER * (count - 1))
-            found = min(max(found, 0.5 * self._asking), 2.0 * self._asking)
-            self._asking += self.QUICK * (found - self._asking)
+            self._drafting[asking] += self.QUICK * (min(max(found, 0.5 * known), 2 * known) - known)
 
     @property
     def knots(self) -> dict[int, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any
 
@@ -31,13 +30,13 @@ class Drafting:
         self._roster = roster
         self._ledger = ledger
         self._chunk = chunk
-        self.asked: tuple[int, float] = 0, 0.0
-        """How many sequences asked trained parts in this step, and how long these took."""
+        self.asked = 0
+        """How many sequences asked trained parts in this step."""
 
     def propose(self, plan: Plan) -> list[Turn]:
         """A proposal for the target from everybody who has a share."""
         turns: list[Turn] = []
-        self.asked = 0, 0.0
+        self.asked = 0
         rounds, found = {}, {}
         for share in plan.shares:
             sequence = share.sequence
@@ -106,13 +105,10 @@ class Drafting:
                     self._roster.fail(turn.sequence, error)
             inbox = {}
             for name, proposals in asked.items():
-                start = time.perf_counter()
                 inbox.update(
                     zip(proposals, self._passes.forward(name, proposals).wait(), strict=True)
                 )
-                if grafted := sum(bool(proposal.graft) for proposal in proposals.values()):
-                    seconds = self.asked[1] + time.perf_counter() - start
-                    self.asked = self.asked[0] + grafted, seconds
+                self.asked += sum(bool(proposal.graft) for proposal in proposals.values())
                 self._ledger.count_round(name, [turn.sequence for turn in proposals])
         return results
 

@@ -59,7 +59,9 @@ class Engine:
             plan = self.scheduler.plan(self._demand)
             self.passes.move(TARGET, plan.moves)
         with clock("propose"):
+            begun = time.perf_counter()
             turns = self.drafting.propose(plan)
+            drafting = time.perf_counter() - begun
         with clock("forward"):
             pending = self.passes.forward(TARGET, {turn: turn.proposal for turn in turns})
         with clock("commit"):
@@ -75,10 +77,11 @@ class Engine:
         nodes = self.ledger.record(turn.proposal for turn in turns)
         if self.scheduler.cost is not None:
             pieces, talking = pieces_of(turn.share for turn in turns)
-            asking, held = self.drafting.asked
-            if asking:
-                self.scheduler.cost.observe_asking(asking, held)
-            seconds = time.perf_counter() - start - held
+            asking, guessing = self.drafting.asked, sum(turn.share.room > 0 for turn in turns)
+            if asking or guessing:  # what drafting takes says nothing of what passes cost
+                cost = self.scheduler.cost
+                cost.observe_drafting(asking or guessing, drafting, asking=asking > 0)
+            seconds = time.perf_counter() - start - drafting
             self.scheduler.cost.observe(nodes, seconds, pieces, talking)
 
     def _demand(self, sequence: Sequence) -> Demand:

@@ -233,7 +233,10 @@ class Scheduler:
         self, sequence: Sequence, pending: int, demand: Demand, budget: int, plan: Plan
     ) -> Share | None:
         """The smallest useful share, or None if this pass has no place for it."""
-        chunk = self._chunk(pending, budget if plan.shares else max(budget, 1), sequence.block)
+        readable = pending
+        if demand.until is not None:
+            readable = min(pending, demand.until - len(sequence.tables[TARGET]))
+        chunk = self._chunk(readable, budget if plan.shares else max(budget, 1), sequence.block)
         least = demand.least if chunk == pending else 0
         if chunk + least > budget and plan.shares:
             # One canvas that no pass has room for is let in, or it would wait for ever.
@@ -275,7 +278,7 @@ class Scheduler:
                 continue  # its method failed to say what it wants
             reuse = sequence.params.prompt_logprobs is None or len(sequence.output) > 0
             reuse = reuse and not sequence.order
-            table = self._pool.open(sequence.tokens, sequence.salt, sequence.block, reuse=reuse)
+            table = self._pool.open(sequence.common, sequence.salt, sequence.block, reuse=reuse)
             unread = len(sequence.tokens) - len(table)
             if self._pool.pages_for(unread) + 1 > self._pool.available and self.running:
                 self._pool.close(table)
@@ -375,8 +378,7 @@ class Scheduler:
         # Prompts are read in any case: what they cost does not make drafts any cheaper.
         base = curve[max(nodes - reading, 1)] - curve[nodes]
         undrafted = base + curve[nodes]
-        if asking:
-            base += self.cost.asking(asking)
+        base += self.cost.drafting(asking or len(emitting) or 1, asking=asking > 0)
         tokens, worth = float(len(emitting)), 0
         best = PROMISE * tokens / undrafted
         for count, (gain, _, _) in enumerate(offers, start=1):
