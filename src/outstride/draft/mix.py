@@ -157,7 +157,7 @@ class Forecast:
     many were promised, `share` of them at first.
     """
 
-    QUICK, MEMORY, FIRST = 0.15, 0.96, 3.0
+    QUICK, MEMORY, FIRST = 0.15, 0.96, 10.0
 
     def __init__(self, base: Forecast | None = None, share: float = 1.0) -> None:
         self.gains: list[float] = list(base.gains if base else PROMISES)
@@ -190,6 +190,7 @@ class Forecast:
         """Nobody asked: in time, the first word counts again, and somebody asks."""
         mine = self.gains
         self.gains = [own + 0.02 * (first - own) for own, first in zip(mine, PROMISES, strict=True)]
+        self._promised, self._held = self.MEMORY * self._promised, self.MEMORY * self._held
 
     def over(self, gains: Sequence[float]) -> tuple[float, ...]:
         """What a tree promises that holds these guesses too."""
