@@ -82,9 +82,9 @@ def _plans(choice: Choice) -> list[_Plan]:
         _Plan(
             "decode",
             ("decode", "--methods", "exact", *model, *curve),
-            ("--limit", "20", "--rounds", "4", "--max-tokens", "64"),
+            ("--limit", "20", "--rounds", "5", "--max-tokens", "64"),
             ("--limit", "8", "--max-tokens", "12"),
-            480,
+            530,
         ),
         _Plan(
             "batches",
