@@ -91,6 +91,9 @@ def test_what_drafting_takes_is_learnt_apart() -> None:
 class Dawdling(Drafter):
     """Takes its time, and its guesses are wrong."""
 
+    def __init__(self, *, weighed: bool) -> None:
+        self.weighed = weighed
+
     def demand(self, view: View) -> Demand:
         return Demand(most=2, gain=0.1) if view.pending() == 1 else Demand()
 
@@ -102,14 +105,29 @@ class Dawdling(Drafter):
         return guess
 
 
-def test_a_slow_drafter_does_not_make_passes_look_dear() -> None:
-    """Else a plain step would look dear, too, and drafting cheap beside it."""
+@pytest.mark.parametrize("weighed", [True, False])
+def test_a_slow_drafter_does_not_make_passes_look_dear(weighed: bool) -> None:
+    """Else a plain step would look dear, too, and drafting cheap beside it.
+
+    Nor does one that is not weighed make drafts look dear for those that are.
+    """
     bench = Bench()
     bench.engine.scheduler.cost = cost = Cost({1: 0.001, 64: 0.002})
-    method = toy_method(Dawdling(), registry.build("plain").acceptor)
+    method = toy_method(Dawdling(weighed=weighed), registry.build("plain").acceptor)
     bench.run(some_prompts(5, 1), method, SamplingParams(max_tokens=34, ignore_eos=True))
-    assert cost.drafting(1, asking=False) > 0.008
+    assert (cost.drafting(1, asking=False) > 0.008) == weighed
     assert cost.knots[1] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"), [("plain", True), ("early-exit:layer=1,length=1", False)]
+)
+def test_passes_over_some_layers_say_nothing_of_whole_ones(name: str, seen: bool) -> None:
+    bench = Bench()
+    bench.engine.scheduler.cost = cost = Cost({1: 50.0, 64: 60.0})
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    bench.run([[5]], registry.build(name), params)
+    assert (cost.knots[1] < 20.0) == seen
 
 
 def test_measuring_leaves_no_trace() -> None:

@@ -77,12 +77,14 @@ class Engine:
         nodes = self.ledger.record(turn.proposal for turn in turns)
         if self.scheduler.cost is not None:
             pieces, talking = pieces_of(turn.share for turn in turns)
-            asking, guessing = self.drafting.asked, sum(turn.share.room > 0 for turn in turns)
-            if asking or guessing:  # what drafting takes says nothing of what passes cost
-                cost = self.scheduler.cost
-                cost.observe_drafting(asking or guessing, drafting, asking=asking > 0)
+            guessing = [turn for turn in turns if turn.share.room]
+            if guessing and all(turn.sequence.method.drafter.weighed for turn in guessing):
+                asking, cost = self.drafting.asked, self.scheduler.cost
+                cost.observe_drafting(asking or len(guessing), drafting, asking=asking > 0)
+            # What drafting takes says nothing of what passes cost, nor what others' takes of ours.
             seconds = time.perf_counter() - start - drafting
-            self.scheduler.cost.observe(nodes, seconds, pieces, talking)
+            if all(turn.proposal.layers is None for turn in turns):  # else it was no whole pass
+                self.scheduler.cost.observe(nodes, seconds, pieces, talking)
 
     def _demand(self, sequence: Sequence) -> Demand:
         if type(sequence.method.drafter).demand is Drafter.demand:
