@@ -28,7 +28,7 @@ from outstride.engine import rules
 from outstride.llm import LLM
 from outstride.models.load import Loaded
 from outstride.models.toy import Hashes, Toy
-from outstride.ops import reference
+from outstride.ops import arithmetic, reference
 from tests.bench.fake import ALPHABET, FakeTokenizer, make_llm
 from tests.models.drive import random_decoder, tiny
 
@@ -119,16 +119,17 @@ def test_a_decoder_with_nothing_planted(prove: Prove, decoder: Callable[[], LLM]
 def test_a_product_that_is_split_by_the_number_of_rows(
     prove: Prove, decoder: Callable[[], LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = reference.linear
+    usual = arithmetic.linear
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
         half = weight.shape[1] // 2
-        if len(x) <= reference.TILE or half == 0:
+        if len(x) <= arithmetic.TILE or half == 0:
             return usual(x, weight, bias)
         left = usual(x[:, :half].contiguous(), weight[:, :half].contiguous(), bias)
         return left + usual(x[:, half:].contiguous(), weight[:, half:].contiguous())
 
-    monkeypatch.setattr(reference, "linear", linear)
+    for module in (arithmetic, reference):
+        monkeypatch.setattr(module, "linear", linear)
     found = prove(llm=decoder, tokens=8, limit=2)
     assert (found["code"], found["broken"]) == (1, True)
 

@@ -52,6 +52,23 @@ def test_commit_keeps_a_scattered_path() -> None:
     pool.check_integrity([table])
 
 
+def test_survivors_close_up() -> None:
+    """Across pages, some where they belong already; what is then kept is kept from there."""
+    pool = PagePool(8, 4)
+    store, table = Store(pool), pool.open([])
+    store.extend(table, [10, 11, 12])
+    store.apply(pool.reserve(table, 9))
+    store.slots[pool.slots(table, 9)] = range(20, 29)
+    moves = pool.close_up(table, (0, 1, 4, 6, 8))
+    assert len(moves.sources) == 3
+    store.apply(moves)
+    assert store.slots[pool.slots(table, 5)].tolist() == [20, 21, 24, 26, 28]
+    assert not pool.close_up(table, (0, 1, 2))
+    store.apply(pool.commit(table, np.asarray([3, 4, 5, 4, 5]), [0, 3, 4]))
+    assert store.read(table) == [10, 11, 12, 20, 26, 28]
+    pool.check_integrity([table])
+
+
 def test_forks_copy_only_what_they_write() -> None:
     pool = PagePool(8, 4)
     store, table = Store(pool), pool.open([])

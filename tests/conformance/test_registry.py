@@ -46,6 +46,7 @@ VARIANTS = {
     ],
     "consensus": ["consensus", "consensus:size=3,length=2"],
     "early-exit": ["early-exit", "early-exit:layer=1,length=3"],
+    "prune": ["prune:of=recycle:size=14,depth=3,layer=1,keep=4", "prune:of=mix,keep=3"],
     "draft": [
         "draft:model=draft",
         "draft:model=draft,length=1",

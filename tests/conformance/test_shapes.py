@@ -31,6 +31,7 @@ CAUSAL_SHAPES: dict[str, Callable[[], Method]] = {
     "jacobi": lambda: toy_method(toys.JacobiWindow(), Match()),
     "heads": lambda: toy_method(toys.Heads(), Match()),
     "early exit": lambda: toy_method(toys.EarlyExit(), Match()),
+    "beam": lambda: toy_method(toys.Beam(), Match()),
     "while verifying": lambda: toy_method(toys.WhileVerifying(), Match()),
     "siblings": lambda: toy_method(toys.Siblings(), Match()),
 }
@@ -59,7 +60,7 @@ def test_causal_shapes_equal_plain(shape: str, sampling: str) -> None:
     assert preempted > 0 or sampling != "endless"
 
 
-@pytest.mark.parametrize("shape", ["jacobi", "early exit", "while verifying"])
+@pytest.mark.parametrize("shape", ["jacobi", "early exit", "beam", "while verifying"])
 def test_causal_shapes_save_passes(shape: str) -> None:
     found = Bench().run(some_prompts(6, 10), CAUSAL_SHAPES[shape](), SAMPLINGS["endless"])
     assert sum(s.counts.accepted for s in found) > 0.1 * sum(s.counts.emitted for s in found)

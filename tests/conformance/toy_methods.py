@@ -104,6 +104,37 @@ class EarlyExit(Drafter):
         return Proposal(graph, len(given), layers=(1, 2), hidden=np.concatenate(states))
 
 
+class Beam(Drafter):
+    """The target's first layer drafts a tree and drops one of each level's nodes before it goes on."""
+
+    depth, width = 3, 2
+
+    def demand(self, view: View) -> Demand:
+        return _room(view, 12)
+
+    def propose(self, view: View, room: int) -> Rounds:
+        given = view.given()
+        if room <= 0 or len(given) > 1:
+            return Proposal(given, len(given))
+        graph, states, level = given, np.zeros((0, 2), dtype=np.float32), [len(given) - 1]
+        survivors: tuple[int, ...] | None = None
+        for depth in range(self.depth + 1):
+            wants = Wants(nodes=tuple(level), best=self.width, hidden=(1,))
+            scores = yield Proposal(graph, 1, layers=(0, 1), wants=wants, survivors=survivors)
+            states = np.concatenate([states, scores.hidden[1]])
+            left = [node for i, node in enumerate(level) if i != 1]
+            survivors = tuple(n for n in range(len(graph)) if n not in level or n in left)
+            graph, states = graph.part(survivors), states[list(survivors)]
+            if depth == self.depth or len(graph) + self.width * len(left) > room + 1:
+                break
+            level = list(range(len(graph), len(graph) + self.width * len(left)))
+            for node in left:
+                for token in scores.rivals(NodeId(node)):
+                    child = chain([token], view.end + depth)
+                    graph = graph.grow(child, at=NodeId(survivors.index(node)))
+        return Proposal(graph, 1, layers=(1, 2), hidden=states, survivors=survivors)
+
+
 class WhileVerifying(Drafter):
     """The draft model goes on writing while the target scores what it wrote before."""
 

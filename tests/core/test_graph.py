@@ -98,6 +98,41 @@ def test_starts_with() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
+def test_a_part_sees_what_it_saw(seed: int) -> None:
+    """Of any graph: whoever is left sees the same nodes as before, and is what it was."""
+    rng = np.random.default_rng(seed)
+    pieces = chain([1, 2], 0).grow(tree([3, 4, 5, 6], [-1, -1, 0, 1], 2), at=NodeId(1))
+    soft = block([Mixture((1, 2), (0.5, 0.5)), 9], 2)
+    graph = pieces.grow(soft, at=NodeId(3)).grow(chain([7, 8], 4), at=NodeId(int(seed % 8)))
+    leaves = rng.choice(len(graph), 3)
+    nodes = sorted({n for leaf in leaves for n in np.flatnonzero(graph.sees[leaf]).tolist()})
+    part = graph.part(nodes)
+    assert np.array_equal(part.sees, graph.sees[np.ix_(nodes, nodes)])
+    for name in ("tokens", "positions", "probes"):
+        assert np.array_equal(getattr(part, name), getattr(graph, name)[nodes]), name
+    assert [nodes[n] for n in part.mixtures] == [n for n in graph.mixtures if n in nodes]
+    for i, node in enumerate(nodes):
+        assert [nodes[n] for n in part.path(NodeId(i))] == graph.path(NodeId(node))
+    whole = graph.part(range(len(graph)))
+    assert whole.starts_with(graph)
+    assert np.array_equal(whole.sees, graph.sees)
+
+
+def test_a_part_leaves_out_nothing_that_it_sees() -> None:
+    graph = chain([1], 0).grow(tree([2, 3, 4], [-1, 0, 0], 1))
+    assert graph.part([0, 1, 3]).is_chain
+    for nodes in ([0, 2], [1, 2, 3], [3]):
+        with pytest.raises(ValueError, match="all that its nodes see"):
+            graph.part(nodes)
+    for nodes in ([0, 3, 1], [0, 0], [-1, 0]):
+        with pytest.raises(ValueError, match="in order"):
+            graph.part(nodes)
+    with pytest.raises(ValueError, match="all that its nodes see"):
+        block([1, 2, 3]).part([0, 2])
+    assert len(graph.part([])) == 0
+
+
+@pytest.mark.parametrize("seed", range(10))
 def test_a_draft_in_one_go(seed: int) -> None:
     """What most steps propose is made directly; it is what growing makes of the same pieces."""
     rng = np.random.default_rng(seed)

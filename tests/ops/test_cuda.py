@@ -18,7 +18,7 @@ from outstride.core.sampling import Draw, Purpose, Rules, best
 from outstride.core.sequence import Table
 from outstride.models.config import DecoderConfig, RopeConfig
 from outstride.models.decoder import Decoder
-from outstride.ops.contract import Model, Ops
+from outstride.ops.contract import Model, Ops, Span
 from outstride.ops.cuda import available
 from tests.models import test_invariance as invariance
 from tests.models.drive import Hand, logits, random_decoder, tiny, tokens
@@ -153,6 +153,38 @@ def test_a_long_context_is_shared_out(large: Decoder) -> None:
         other.read(tokens(400, seed=i, vocab=5000), 128)
     crowd = [hand.work(node), *(other.work(node) for other in others)]
     assert np.array_equal(logits(large.forward(crowd * 8).wait()[0]), alone)
+
+
+def test_large_tiles_give_the_bits_of_small_ones() -> None:
+    """A chain behind a long context: in tiles of 64 queries, folded by a kernel of its own, and in
+    pieces whose tiles are small; recorded or not."""
+    model = on_card(SHAPES["split"], pages=512)
+    hand, prompt = Hand(model, list(range(90))), tokens(1164, vocab=5000)
+    hand.read(prompt[:1100], 128)
+    chunk = chain(prompt[1100:], 1100)
+    ops: Any = model.ops
+    work = hand.work(chunk)
+    span = Span(chunk, work.slots, work.table, 0, 0)
+    assert ops._describe([span], (None,), 64).tile == 64
+    whole = [logits(hand.run(chunk)) for _ in range(4)]
+    assert all(np.array_equal(one, whole[0]) for one in whole)
+    for size in (1, 5, 17):
+        assert np.array_equal(hand.read(prompt[1100:], size), whole[0]), size
+        del hand.positions[1100:]
+    model.close()
+
+
+@pytest.mark.parametrize("count", [1, 40, 64, 200])
+def test_states_from_outside_are_summed_alike(large: Decoder, count: int) -> None:
+    """Products leave the sums behind that the next norm needs; states that enter have them made."""
+    graph, every = chain(tokens(count, seed=3, vocab=5000)), tuple(range(count))
+    wants = Wants(nodes=every, logits=True, hidden=(1,))
+    whole = Hand(large, list(range(20))).run(graph, wants)
+    other = Hand(large, list(range(20, 40)))
+    first = other.run(graph, wants, layers=(0, 1))
+    assert np.array_equal(first.hidden[1], whole.hidden[1])
+    rest = other.run(graph, wants, layers=(1, 2), hidden=first.hidden[1])
+    assert np.array_equal(logits(rest), logits(whole))
 
 
 def test_the_same_pass_again_and_again(large: Decoder) -> None:
@@ -372,13 +404,13 @@ class Walk:
         self.ahead = 0
         """How many passes were under way when they were asked for."""
         ops: Any = model.ops
-        go_on = ops._go_on
+        go_on = ops._foresight._go_on
 
         def counted(*arguments: Any) -> Any:
             self.ahead += 1
             return go_on(*arguments)
 
-        ops._go_on = counted
+        ops._foresight._go_on = counted
 
     def step(self, walkers: list[Walker], wants: Wants | None = None) -> None:
         works = []

@@ -11,7 +11,8 @@ import pytest
 from outstride.core.graph import IntArray, TokenGraph, block, chain, tree, union
 from outstride.core.sequence import Table
 from outstride.ops.contract import Span
-from outstride.ops.cuda.layout import FIELDS, HEADER, KEYS, LEVEL, Card, Layout
+from outstride.ops.cuda.layout import DEEP, FIELDS, HEADER, KEYS, LEVEL, Card, Layout, Pace
+from outstride.ops.cuda.relay import ITEMS, ITEMS_AT, NODES, PAGES_AT, SLACK, Mould
 from outstride.ops.cuda.steps import Steps
 from outstride.ops.cuda.tiles import Describer
 
@@ -212,6 +213,24 @@ def test_keys_that_all_nodes_share_are_read_together() -> None:
     assert work == 60 + 12 * 8  # five nodes to a tile, eight blocks of context
 
 
+def test_tiles_are_large_where_keys_would_be_read_too_often() -> None:
+    """Sixty nodes behind a long context, not behind a short one, and not a few."""
+    source = np.random.default_rng(14)
+    for nodes, context, tile in ((60, 1024, 64), (60, 40, 16), (5, 1024, 16), (100, 40, 64)):
+        graph, pages = chain(source.integers(90, size=nodes), context), list(range(80))
+        entries = np.arange(context, context + nodes)
+        one = Span(graph, entries, Table(pages, list(range(context))), 0, 0)
+        layout = check(Describer(CARD), [one], (None,))
+        assert layout.tile == tile
+        items = layout.words[layout.windows[0] : layout.end].reshape(-1, FIELDS)
+        live = items[items[:, 1] > 0]
+        assert (layout.deep is Pace.ONCE) == (
+            len(live) * CARD.kv_heads <= layout.programs and (live[:, 5] - live[:, 4]).max() < DEEP
+        )
+        # one run of each tile begins with its first block: it stands for the tile
+        assert len({*live[:, 10].tolist()}) == (live[:, 4] == live[:, 6]).sum()
+
+
 # --- steps ------------------------------------------------------------------------------------------
 
 
@@ -248,3 +267,51 @@ def test_the_pass_behind_in_a_mould(rows: list[int]) -> None:
         if kept > 30:
             break
     assert kept > 20
+
+
+def moved_back(layout: Layout, held: int) -> None:
+    """What the card does to a pass that was described as if all of a chain had held."""
+    words, rows = layout.words, layout.rows
+    nodes, back = int(words[NODES]), held - int(words[SLACK])
+    places = words[HEADER + rows : HEADER + rows + nodes]
+    places += back
+    pages = words[int(words[PAGES_AT]) :]
+    words[HEADER + 2 * rows : HEADER + 2 * rows + nodes] = (
+        pages[places // PAGE] * PAGE + places % PAGE
+    )
+    at = int(words[ITEMS_AT])
+    words[at : at + int(words[ITEMS]) * FIELDS].reshape(-1, FIELDS)[:, 11:13] += back
+
+
+@pytest.mark.parametrize("size", [None, 40, 512])
+@pytest.mark.parametrize("level", [False, True])
+def test_a_pass_moved_back_is_the_pass_at_that_place(level: bool, size: int | None) -> None:
+    """Over hundreds of contexts, so across blocks and pages, and from the same mould."""
+    source = np.random.default_rng(7)
+    mould, slack, nodes = Mould((size,), CARD, level=level), 7, 8
+    pages = [int(page) for page in source.permutation(POOL)[:60]]
+    context = 100
+    while context < 700:
+        made = mould.layout(context + slack, slack, nodes, pages, 16)
+        assert made is not None
+        held = int(source.integers(slack + 1))
+        moved_back(made, held)
+        at = context + held
+        entries = np.arange(at, at + nodes)
+        slots = np.asarray(pages)[entries // PAGE] * PAGE + entries % PAGE
+        graph = block([5] * nodes, at) if level else chain([5] * nodes, at)
+        there = Span(graph, slots, Table(pages, list(range(at))), 0, 0)
+        assert read(made, 0, size) == right([there], size)
+        words = made.words
+        assert words[HEADER + 16 : HEADER + 16 + nodes].tolist() == entries.tolist()
+        assert words[HEADER + 32 : HEADER + 32 + nodes].tolist() == slots.tolist()
+        context += held + 1
+
+
+def test_a_pass_moved_back_too_far_would_be_noticed() -> None:
+    mould, pages = Mould((None,), CARD, level=False), list(range(40))
+    made = mould.layout(307, 7, 8, pages, 16)
+    assert made is not None
+    moved_back(made, 2)
+    there = Span(chain([5] * 8, 303), np.arange(303, 311), Table(pages, list(range(303))), 0, 0)
+    assert read(made, 0, None) != right([there], None)

@@ -158,6 +158,12 @@ class PagePool:
         pages = np.asarray(table.pages[first : last + 1], dtype=np.int64)
         return pages[entries // size - first] * size + entries % size
 
+    def close_up(self, table: Table, nodes: Sequence[int]) -> Moves:
+        """Entries of some nodes of the last pass, in order, to where its leading nodes have theirs."""
+        slots = self.slots(table, nodes[-1] + 1).tolist()
+        wrong = [(slots[node], slots[i]) for i, node in enumerate(nodes) if node != i]
+        return Moves([source for source, _ in wrong], [target for _, target in wrong])
+
     def commit(
         self,
         table: Table,

@@ -43,6 +43,27 @@ def add(commands: Any) -> None:
         "--tokens", type=int, metavar="N", help=f"of answers, in all (default {TOKENS:,})"
     )
     much.add_argument("--minutes", type=float, metavar="M", help="how long to write instead")
+    _add_texts(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of everything (default 0)")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help=f"texts at once (default {ELSEWHERE}; {ON_A_CARD} with --weights bf16)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that share them, each with the model (default 1; on a card one for each 128 "
+        "texts at once, as far as there are cores)",
+    )
+    add_weights_option(parser)
+    parser.set_defaults(action=run)
+
+
+def _add_texts(parser: argparse.ArgumentParser) -> None:
+    """Adds what is said of the texts: which prompts, and how they are answered."""
     parser.add_argument(
         "--prompts",
         action="append",
@@ -73,22 +94,6 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--max-answer", type=int, default=384, metavar="N", help="tokens (default 384)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of everything (default 0)")
-    parser.add_argument(
-        "--concurrency",
-        type=int,
-        metavar="N",
-        help=f"texts at once (default {ELSEWHERE}; {ON_A_CARD} with --weights bf16)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="processes that share them, each with the model (default 1; on a card one for each 128 "
-        "texts at once, as far as there are cores)",
-    )
-    add_weights_option(parser)
-    parser.set_defaults(action=run)
 
 
 def run(args: argparse.Namespace, context: Context) -> int:

@@ -41,8 +41,9 @@ class Demand:
     its size to the plan says what it expects of each further node instead (`gains`, falling): it is
     granted as many as are worth what they cost in the pass that is being planned. If it could ask a
     trained part first, `asking` says what it would expect of each node then; the plan decides whether
-    that is worth a pass of the part. Settled tokens are read up to the position `until`, where those
-    behind it cannot go through the same pass.
+    that is worth a pass of the part. With `whole` the draft is then as long as `asking` in any case,
+    because what follows a draft of the same length can be known earlier. Settled tokens are read up to
+    the position `until`, where those behind it cannot go through the same pass.
     """
 
     least: int = 0
@@ -50,6 +51,7 @@ class Demand:
     gain: float = 0.0
     gains: tuple[float, ...] = ()
     asking: tuple[float, ...] = ()
+    whole: bool = False
     until: int | None = None
 
 
@@ -113,7 +115,8 @@ class Drafter:
 
         With no room (a prompt still being read) it returns the given nodes alone, but may use the
         step to let its own model catch up. A drafter runs a model only by yielding to it; later
-        rounds of one step must extend the graph of earlier ones, and only the new nodes are computed.
+        rounds of one step go on with the graph of earlier ones, or with survivors that see nobody
+        else of it, and only new nodes and new layers are computed.
         """
         guess = (yield from self.guess(view, room)) if room > 0 else Guess()
         return guess.proposal(view, self.wants)
@@ -206,6 +209,8 @@ class Graft:
     mask: the input that stands for an open position.
     before, after: a correction by the token in front. A token's score behind another one is its logit
       plus the product of their rows; `rows` says which row a token has in each.
+    swift: whether its operations find the likeliest chain themselves, and foresee that it is asked for:
+      then whoever drafts such chains alone waits for nothing.
     chained: whether what it guesses builds on the token in front, so that it is asked level by level.
     plane: where the states that it starts from stand in what the pages hold of a position.
     ranks: how often its candidates were right, by depth and rank, where it gives no logits.
@@ -217,6 +222,7 @@ class Graft:
     rows: IntArray
     before: FloatArray
     after: FloatArray
+    swift: bool = False
     chained: bool = False
     plane: tuple[int, int] = (0, 0)
     ranks: FloatArray | None = None

@@ -161,6 +161,28 @@ class TokenGraph:
             },
         )
 
+    def part(self, nodes: Sequence[int]) -> TokenGraph:
+        """Some of the nodes, in order, as a graph of their own; they see nothing that is left out."""
+        chosen = _ints(nodes)
+        inside = np.zeros(len(self) + 1, dtype=np.bool_)
+        inside[chosen] = True
+        if len(chosen) and (chosen[0] < 0 or (np.diff(chosen) <= 0).any()):
+            raise ValueError("the nodes of a part must be named in order, each once")
+        above = self.parents[chosen]
+        apart = ~inside[above] & (above >= 0)
+        if apart.any() or (not self.is_tree and self.sees[chosen][:, ~inside[:-1]].any()):
+            raise ValueError("a part must hold all that its nodes see")
+        places = np.full(len(self) + 1, ROOT)  # the last: of those that have no parent
+        places[chosen] = np.arange(len(chosen))
+        return TokenGraph(
+            tokens=self.tokens[chosen],
+            positions=self.positions[chosen],
+            parents=places[above],
+            blocks=np.unique(self.blocks[chosen], return_inverse=True)[1].reshape(-1),
+            probes=self.probes[chosen],
+            mixtures={int(places[n]): x for n, x in self.mixtures.items() if inside[n]},
+        )
+
     def starts_with(self, other: TokenGraph) -> bool:
         """Whether this graph is `other` with nodes added behind it."""
         n = len(other)

@@ -69,6 +69,8 @@ class Proposal:
     rules, draw: set by the engine from the request, for every model alike. A proposal belongs to the
       engine once it is handed over.
     labels: who drafted a node, where several drafters share a graph.
+    survivors: of a later round within a step, which nodes of the round before are its leading ones
+      (None: all of them). The others are given up, and so are their entries.
     """
 
     graph: TokenGraph
@@ -83,6 +85,7 @@ class Proposal:
     rules: Mapping[int, Rules] = field(default_factory=_none)
     draw: Draw = GREEDY
     labels: Mapping[int, str] = field(default_factory=_none)
+    survivors: tuple[int, ...] | None = None
 
     @property
     def root(self) -> NodeId:
@@ -95,6 +98,21 @@ class Proposal:
         if self.wants.nodes is not None:
             return np.asarray(self.wants.nodes, dtype=np.int64)
         return np.arange(max(self.given - 1, 0), len(self.graph))
+
+    def follows(self, earlier: Proposal | None) -> bool:
+        """Whether it can be a model's next round in a step.
+
+        A round goes on with the whole graph of the earlier one, or with survivors that see nobody
+        else, what is given among them. New nodes may come behind.
+        """
+        if self.survivors is None or earlier is None:
+            return self.survivors is None and (
+                earlier is None or self.graph.starts_with(earlier.graph)
+            )
+        given = tuple(range(earlier.given))
+        return self.survivors[: earlier.given] == given and self.graph.starts_with(
+            earlier.graph.part(self.survivors)
+        )
 
     def asking(self, wants: Wants) -> Proposal:
         """The same proposal, wanting something else."""
@@ -114,6 +132,10 @@ class Scores:
     """By layer, one row per node of the graph that this pass computed."""
     values: FloatArray | None = None
     """The logits of `best`, from a trained part."""
+    chain: IntArray | None = None
+    """The likeliest chain through `best`, where the part's operations find it themselves."""
+    chances: FloatArray | None = None
+    """How sure the part is of each token of the chain."""
 
     @classmethod
     def joined(cls, pieces: Sequence[Scores]) -> Scores:

@@ -9,8 +9,9 @@ from outstride.core.contracts import Demand, Drafter, Guessing
 from outstride.core.graph import block
 from outstride.core.guess import Guess
 from outstride.core.proposal import Proposal, Wants
+from outstride.core.sampling import Draw
 from outstride.core.sequence import View
-from outstride.draft.paths import CANDIDATES, Paths
+from outstride.draft.paths import CANDIDATES, Paths, chained
 from outstride.registry import method
 
 
@@ -58,7 +59,7 @@ class BlockDrafter(Drafter):
         depth = min(graft.block, view.limit - view.end)
         if depth < 2:
             return Guess()
-        start = view.end - 1
+        start, params = view.end - 1, view.params
         masks = [graft.mask] * (graft.block - 1)
         scores = yield Proposal(
             block([view.tokens[-1], *masks], start),
@@ -66,7 +67,10 @@ class BlockDrafter(Drafter):
             offset=0,
             graft=self.grafts[0],
             wants=_wants(depth),
+            draw=Draw(temperature=params.temperature, seed=view.seed, index=view.index),
         )
+        if self.width == 1 and scores.chain is not None and scores.chances is not None:
+            return chained(scores.chain, scores.chances, min(room, self.nodes), "block-drafter")
         assert scores.values is not None
         paths = Paths(view, graft, self.width)
         paths.through(scores.best, scores.values, host.library())

@@ -217,6 +217,8 @@ class _State:
     """How many nodes were drafted when it was last worth it."""
     resting: bool = False
     """Whether this step was taken without a look at anything."""
+    swift: bool = False
+    """Whether this step drafts the chain of a part that is swift, and nothing else."""
 
 
 @method("mix", family="joined")
@@ -243,6 +245,7 @@ class Mix(Drafter):
         self.nodes = nodes
         self._drafters = [self._part(name) for name in parts.split("+")]
         self._trained = BlockDrafter(from_=from_, nodes=2 * nodes) if from_ else None
+        self._chain = BlockDrafter(from_=from_, width=1) if from_ else None
         self.grafts = self._trained.grafts if self._trained else ()
         self.wants = Wants(best=max(drafter.wants.best for drafter in self._drafters))
         self._odds = PerTenant(lambda: (Odds(weight=12.0), Forecast()))
@@ -365,6 +368,18 @@ class Auto(Mix):
         state: _State | None = view.state
         if state is None:
             return Demand()
+        if self._chain is not None and view.graft(self.grafts[0]).swift:
+            return self._swiftly(view, state, self._chain)
+        return self._weighed(view, state)
+
+    def _swiftly(self, view: View, state: _State, chain: BlockDrafter) -> Demand:
+        """A chain of the part alone, or nothing: a look at anything else takes longer than a pass."""
+        state.resting = True
+        depth = min(chain.demand(view).most, view.graft(self.grafts[0]).block - 1)
+        asking = tuple(state.forecast.gains[: min(depth, view.limit - view.end - 1)])
+        return Demand(asking=asking, whole=True)
+
+    def _weighed(self, view: View, state: _State) -> Demand:
         state.resting = state.idle > self.PATIENCE and view.steps % self.SELDOM > 0
         if state.resting:
             return Demand()
@@ -378,13 +393,23 @@ class Auto(Mix):
         return Demand(gains=gains, asking=asking)
 
     def propose(self, view: View, room: int) -> Rounds:
-        if view.state is not None and view.state.resting:
+        state: _State | None = view.state
+        if state is not None and self._chain is not None:
+            state.swift = view.ask and room > 0 and view.graft(self.grafts[0]).swift
+            if state.swift:
+                return (yield from self._chain.propose(view, room))
+        if state is not None and state.resting:
             return Guess().proposal(view)
         return (yield from super().propose(view, room))
 
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> _State:
         state: _State | None = view.state
+        if state is not None and state.swift:
+            state.forecast.learn([1.0] * (len(verdict.settled) - 1))
+            return state
         if state is not None and state.resting:
             state.idle += 1
+            if not view.ask:
+                state.forecast.fade()
             return state
         return super().observe(view, proposal, scores, verdict)

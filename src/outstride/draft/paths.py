@@ -121,8 +121,23 @@ class Paths:
             [self._tokens[node] for node in chosen],
             [places[parents[node]] for node in chosen],
             [
-                Sign(source, (min(self._depths[node], DEEPEST), int(10 * chance)))
+                _sign(source, self._depths[node], chance)
                 for node, chance in zip(chosen, chances, strict=True)
             ],
             chances,
         )
+
+
+def _sign(source: str, depth: int, chance: float) -> Sign:
+    return Sign(source, (min(depth, DEEPEST), int(10 * chance)))
+
+
+def chained(tokens: IntArray, chances: FloatArray, room: int, source: str) -> Guess:
+    """A chain that the part's operations found themselves."""
+    sure = chances.tolist()[:room]
+    return Guess(
+        tokens.tolist()[:room],
+        list(range(-1, len(sure) - 1)),
+        [_sign(source, depth, chance) for depth, chance in enumerate(sure)],
+        sure,
+    )

@@ -131,9 +131,8 @@ class Passes:
         """The proposal with the request's rules, wanting also what the request wants to know."""
         if proposal.graft:
             return proposal
-        ran = turn.ran.get(proposal.model)
-        if ran is not None and not proposal.graph.starts_with(ran.graph):
-            raise MethodFailed("a later round must extend the graph of the earlier one")
+        if not proposal.follows(turn.ran.get(proposal.model)):
+            raise MethodFailed("a later round must go on with the earlier one's graph or survivors")
         params, reading = turn.sequence.params, turn.reading
         if not draft:
             wants = proposal.wants
@@ -166,8 +165,11 @@ class Passes:
         return replace(wants, nodes=tuple(nodes), of=of, logprobs=top)
 
     def forward(self, name: str, proposals: Mapping[Turn, Proposal]) -> Pending:
-        """One pass of a model. Nodes that an earlier round of this step computed are not repeated."""
-        pool, work = self.pools[name], []
+        """One pass of a model. Nodes that an earlier round of this step computed are not repeated.
+
+        Of those, survivors close up: node i has its entry behind the i-th, whatever came between.
+        """
+        pool, work, moves = self.pools[name], [], Moves()
         for turn, proposal in proposals.items():
             table, first = turn.sequence.tables[name], 0
             if proposal.graft:  # what it leaves in the slots, the pass writes over
@@ -177,10 +179,14 @@ class Passes:
                     first = len(ran.graph) if proposal.graph.starts_with(ran.graph) else 0
                 turn.asked[proposal.graft] = proposal
             else:
-                if (ran := turn.ran.get(name)) is not None and ran.layers == proposal.layers:
-                    first = len(ran.graph)
+                ran, survivors = turn.ran.get(name), proposal.survivors
+                if survivors is not None:
+                    moves.add(pool.close_up(table, survivors))
+                if ran is not None and ran.layers == proposal.layers:
+                    first = len(ran.graph if survivors is None else survivors)
                 turn.ran[name] = proposal
             work.append(Work(proposal, table, pool.slots(table, len(proposal.graph.tokens)), first))
+        self.move(name, moves)
         return self.models[name].forward(work) if work else Done()
 
     def move(self, name: str, moves: Moves) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from typing import ParamSpec, TypeVar
@@ -12,19 +11,13 @@ from outstride.core.contracts import Grammar, Method
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Sequence, Status
+from outstride.engine import admission
 from outstride.engine.cost import measure
 from outstride.engine.ledger import Progress
 from outstride.engine.passes import Passes
 from outstride.engine.scheduler import Scheduler
 from outstride.engine.stopping import Spell, Stopper, Text
-from outstride.errors import (
-    InvalidParams,
-    InvalidPrompt,
-    MethodFailed,
-    OutOfMemory,
-    OutstrideError,
-    UnknownMethod,
-)
+from outstride.errors import MethodFailed, OutstrideError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,54 +61,11 @@ class Roster:
         painted: bool = False,
     ) -> Sequence:
         """Takes a request in, or says why it cannot be served."""
-        model, pool = self._passes.models[TARGET], self._passes.pools[TARGET]
-        if missing := set(method.drafter.models) - set(self._passes.models):
-            raise UnknownMethod(f"method {method.name} asks a model that is not loaded: {missing}")
-        if bad := [t for t in method.drafter.tokens if not 0 <= t < model.vocab_size]:
-            raise UnknownMethod(
-                f"method {method.name} is to use token id {bad[0]}, which is outside the vocabulary "
-                f"of {model.vocab_size}"
-            )
-        _check_kind(self._passes, method, params, fixed)
-        if not tokens and (not fixed or model.masking is None or model.masking.shifted):
-            raise InvalidPrompt("the prompt is empty")
-        known = [*tokens, *fixed.values()] if fixed else tokens
-        if bad := [t for t in known if not 0 <= t < model.vocab_size]:
-            raise InvalidPrompt(
-                f"token id {bad[0]} is outside the vocabulary of {model.vocab_size}"
-            )
-        for name, ids in (
-            ("logit_bias", params.logit_bias),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            if bad := [t for t in ids if not 0 <= t < model.vocab_size]:
-                raise InvalidParams(
-                    f"{name} names token id {bad[0]}, which is outside the vocabulary of "
-                    f"{model.vocab_size}"
-                )
-        if sum(v == -math.inf for v in params.logit_bias.values()) >= model.vocab_size:
-            raise InvalidParams("logit_bias forbids every token")
-        if len(tokens) >= model.context:
-            raise InvalidPrompt(
-                f"the prompt has {len(tokens)} tokens; the model's context holds {model.context}, "
-                "answer included"
-            )
-        limit = min(model.context, len(tokens) + params.max_tokens)
-        vision = self._passes.vision(TARGET, method.drafter)
-        if (needed := method.drafter.entries(limit, vision)) > pool.capacity:
-            raise OutOfMemory(
-                f"prompt and answer may need {needed} cache entries; there are {pool.capacity} in all"
-                " (ask for fewer tokens, or give the engine more pages)"
-            )
-        if TARGET in method.drafter.fills:
-            for name in method.drafter.models:
-                if limit > (most := self._passes.pools[name].capacity):
-                    raise OutOfMemory(
-                        f"prompt and answer may need {limit} cache entries of {name!r}, which has "
-                        f"{most} in all (ask for fewer tokens, or give the engine more pages)"
-                    )
-        if method.drafter.weighed and self._scheduler.cost is None:
-            self._scheduler.cost = measure(model, pool, self._scheduler.limits.nodes)
+        passes, drafter = self._passes, method.drafter
+        limit = admission.check(passes, tokens, params, method, fixed)
+        if drafter.weighed and self._scheduler.cost is None:
+            nodes = self._scheduler.limits.nodes
+            self._scheduler.cost = measure(passes.models[TARGET], passes.pools[TARGET], nodes)
         number = next(self._ids)
         sequence = Sequence(
             id=number,
@@ -131,7 +81,7 @@ class Roster:
             unborn=params.n - 1,
             watched=watched,
             priority=priority,
-            block=vision.block,
+            block=passes.vision(TARGET, drafter).block,
             painted=painted,
         )
         if fixed:
@@ -238,34 +188,3 @@ class Roster:
         """Everybody who ended since this was last asked."""
         ended, self.ended = self.ended, []
         return ended
-
-
-def _check_kind(
-    passes: Passes, method: Method, params: SamplingParams, fixed: Mapping[int, int] | None
-) -> None:
-    """Refuses a method that asks of a model what it was not made for."""
-    drafter = method.drafter
-    for name in (TARGET, *drafter.models):
-        model, what = passes.models[name], "the model" if name == TARGET else f"model {name!r}"
-        if name in drafter.fills:
-            if model.masking is None:
-                raise UnknownMethod(
-                    f"method {method.name} fills in masks, and {what} knows none; "
-                    "use an autoregressive method, such as plain, or attach a diffusion adapter"
-                )
-        elif model.vision.block is not None and not (model.masking and model.masking.causal):
-            raise UnknownMethod(
-                f"method {method.name} decodes autoregressively, which {what} cannot; "
-                "use a method for masked models, such as steps"
-            )
-    target = passes.models[TARGET]
-    if reason := drafter.fits(target.vision, target.masking):
-        raise UnknownMethod(f"method {method.name} does not suit the model: {reason}")
-    if TARGET in drafter.fills and params.prompt_logprobs is not None:
-        raise InvalidParams(
-            f"method {method.name} gives no prompt_logprobs: a masked model does not continue a prompt"
-        )
-    if fixed and TARGET not in drafter.fills:
-        raise UnknownMethod(
-            f"method {method.name} cannot fill in holes; use a method for masked models, such as steps"
-        )

@@ -255,9 +255,6 @@ class Base:
             Path(name).expanduser() if name else None,
             getattr(self.model, "config", None),
         )
-        ops = getattr(self.model, "ops", None)
-        if not (name or needed) and ops is not None and ops.remote:
-            return ""  # a pass of a card is so short that asking would take longer
         if folder is None and config is not None:
             folder = grafts.shipped(config, self.tokenizer.digest, kind)
         if folder is None:

@@ -250,7 +250,8 @@ class Decoder:
             self._ranges[name] = first, first + len(weights.layers)
             if weights.follow is not None:
                 self._following[first] = name
-            self.grafts[name] = graft
+            swift = self.ops.chains and weights.before is not None
+            self.grafts[name] = replace(graft, swift=True) if swift else graft
 
     def attach_heads(self, name: str, graft: Graft, weights: HeadsWeights) -> None:
         """Takes in trained heads, which have no layers: they start from states that are stored."""

@@ -148,6 +148,10 @@ class GraftWeights:
     follow: FollowWeights | None = None
     frequencies: tuple[float, ...] | None = None
     """Of the rotation of its heads, and `rope_scale`; None: the model's own."""
+    before: FloatArray | None = None
+    """A row for each token that it can guess and one for all others, and `after` a row for each: how
+    much likelier one is behind another. Operations that have them may find chains of guesses."""
+    after: FloatArray | None = None
     rope_scale: float = 1.0
 
     def usual(self, shape: Shape) -> bool:
@@ -280,6 +284,8 @@ class Ops(ABC):
     """How far back each layer sees, those of trained parts included."""
     remote: bool = False
     """Whether a pass, once launched, runs elsewhere: then it needs no thread of the model's own."""
+    chains: bool = False
+    """Whether it finds the likeliest chain of a part's guesses, and foresees what follows it."""
 
     @abstractmethod
     def begin(self, spans: Sequence[Span], windows: Sequence[int | None]) -> Any:

@@ -1,10 +1,6 @@
 """The operations of a pass in plain torch: the oracle that faster ones are held to.
 
-Each promises that a row's bits depend on that row alone. Libraries do not: a matrix product picks
-its kernels by the number of rows, reductions by the length and place of a row, and fused
-activations treat the tail of a buffer apart. So every product here has a *fixed* shape (a tile of
-rows, padded with zeros), every sum is a product with ones or a fixed tree of additions, and
-everything else is an elementwise function whose result does not depend on where an element lies.
+A row's bits depend on that row alone, because all that is computed here goes through `arithmetic`.
 """
 
 from __future__ import annotations
@@ -20,9 +16,22 @@ import torch
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.proposal import Scores
 from outstride.core.select import select
+from outstride.ops.arithmetic import (
+    SPARE,
+    attention,
+    head_norm,
+    linear,
+    pad,
+    padded,
+    ranked,
+    rms_norm,
+    rope,
+    rope_tables,
+    silu_mul,
+    through_experts,
+)
 from outstride.ops.contract import (
     AdapterWeights,
-    ExpertWeights,
     FollowWeights,
     GraftWeights,
     HeadsWeights,
@@ -36,173 +45,7 @@ from outstride.ops.contract import (
 )
 from outstride.ops.following import before
 from outstride.ops.heads import Heads
-from outstride.ops.plan import KEYS, ROWS, Plan, plan
-from outstride.ops.routing import Routing
-
-TILE = 16
-"""Rows of every matrix product. One row costs what sixteen cost, and gets the same bits."""
-WIDTH = 8192
-"""Columns of a product at most: libraries copy the whole matrix aside, and keep that memory."""
-SPARE = 4
-"""Columns of ones behind each cached value: the product with them is the sum of the weights."""
-
-_TINY = 1e-20
-"""Keeps a sum of weights that are all zero from dividing by zero."""
-_FLOOR = -1e30
-"""Stands in for the maximum of a block in which a row sees nothing."""
-
-
-def padded(rows: int) -> int:
-    """`rows` rounded up to whole tiles."""
-    return -(-rows // TILE) * TILE
-
-
-def pad(x: torch.Tensor) -> torch.Tensor:
-    """Rows of zeros added up to a whole tile."""
-    rows = padded(len(x))
-    if rows == len(x):
-        return x.contiguous()
-    result = x.new_zeros(rows, *x.shape[1:])
-    result[: len(x)] = x
-    return result
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight.T + bias, tile by tile. `x` has whole tiles of rows."""
-    result = x.new_empty(len(x), len(weight))
-    for left in range(0, len(weight), WIDTH):
-        columns, into = weight[left : left + WIDTH].t(), result[:, left : left + WIDTH]
-        for start in range(0, len(x), TILE):
-            torch.mm(x[start : start + TILE], columns, out=into[start : start + TILE])
-    if bias is not None:
-        result += bias
-    return result
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x²) + eps) * weight; the mean is a product with ones."""
-    width = x.shape[-1]
-    ones = x.new_ones(TILE, width)
-    squares = (x * x).view(-1, width)
-    mean = linear(squares, ones)[:, :1].div_(width).view(*x.shape[:-1], 1)
-    return x * mean.add_(eps).rsqrt_() * weight
-
-
-def head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Norms of [rows, heads, head_dim]: per head, or over all heads if there is a weight for each."""
-    if len(weight) == x.shape[-1]:
-        return rms_norm(x.contiguous(), weight, eps)
-    return rms_norm(x.reshape(len(x), -1), weight, eps).view(x.shape)
-
-
-def rope_tables(
-    positions: torch.Tensor, inverse: torch.Tensor, factor: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of each row's angles, [rows, 1, head_dim / 2]."""
-    angles = (positions.to(torch.float32)[:, None] * inverse)[:, None]
-    return angles.cos().mul_(factor), angles.sin().mul_(factor)
-
-
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns the halves of each head against each other. x is [rows, heads, head_dim]."""
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
-
-
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gate * sigmoid(gate) * up; written out, because the library's own treats tails apart."""
-    return (gate / (gate.neg().exp_().add_(1.0))).mul_(up)
-
-
-def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """The sum of each row, [rows, 1], as a product with ones. `x` has whole tiles of rows."""
-    return linear(x, x.new_ones(TILE, x.shape[-1]))[:, :1]
-
-
-def ranked(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The places of the `count` highest scores of each row; ties: the lowest place first."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-
-
-def route(
-    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each row and their weights, both [rows, per_token], best first."""
-    if routing.sigmoid:
-        scores = 1.0 / logits.neg().exp_().add_(1.0)
-    else:
-        powers = (logits - logits.amax(dim=-1, keepdim=True)).exp_()
-        scores = powers / row_sum(powers)
-    rated = scores if bias is None else scores + bias
-    if routing.groups_kept < routing.groups:
-        members = rated.view(len(rated), routing.groups, -1)
-        best = members.sort(dim=-1, descending=True).values
-        kept = ranked(best[..., :2].sum(dim=-1), routing.groups_kept)
-        shut = torch.ones_like(members[..., 0]).scatter_(1, kept, 0.0).bool()
-        choice = members.masked_fill(shut.unsqueeze(-1), -math.inf).view_as(rated)
-    else:
-        choice = rated
-    chosen = ranked(choice, routing.per_token)
-    weights = (rated if routing.biased else scores).gather(1, chosen)
-    if routing.normalized:
-        total = weights[:, :1].clone()
-        for place in range(1, routing.per_token):
-            total += weights[:, place : place + 1]
-        weights = weights / (total + _TINY)
-    return chosen, weights * routing.scale
-
-
-def through_experts(x: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
-    """Each row through its own experts; their results are added in the order of the experts."""
-    result = torch.zeros_like(x)
-    chosen, shares = route(linear(x, weights.router), weights.bias, weights.routing)
-    for expert in torch.unique(chosen).tolist():
-        rows, place = torch.where(chosen == expert)
-        gate, up = linear(pad(x[rows]), weights.gate_up[expert]).chunk(2, dim=-1)
-        states = linear(silu_mul(gate, up), weights.down[expert])[: len(rows)]
-        result.index_add_(0, rows, states * shares[rows, place, None])
-    return result
-
-
-def attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Plan
-) -> torch.Tensor:
-    """Softmax attention of [kv_heads, rows, head_dim] over the cache, as planned.
-
-    `queries` are scaled already; `keys` are [kv_heads, slots, head_dim] and `values` the same with
-    SPARE columns of ones. Rows that the plan does not name come back as zeros.
-    """
-    heads, rows, size = queries.shape
-    result = queries.new_zeros(heads, rows, size)
-    for chunk in plan.chunks:
-        q = queries.index_select(1, chunk.queries).view(-1, ROWS, size)
-        k = keys.index_select(1, chunk.keys).view(-1, KEYS, size)
-        scores = torch.bmm(q, k.transpose(1, 2)).view(heads, -1, ROWS, KEYS)
-        if len(chunk.bias):
-            scores[:, : len(chunk.bias)] += chunk.bias
-        peaks = scores.amax(dim=-1).clamp_(min=_FLOOR)
-        weights = scores.sub_(peaks.unsqueeze(-1)).exp_().view(-1, ROWS, KEYS)
-        v = values.index_select(1, chunk.keys).view(-1, KEYS, size + SPARE)
-        sums = torch.bmm(weights, v).view(heads, -1, size + SPARE)
-        sums = sums.index_select(1, chunk.partials)
-        if chunk.levels:
-            peaks = peaks.view(heads, -1).index_select(1, chunk.partials)
-            rivals = peaks.index_select(1, chunk.rivals).view(heads, len(chunk.rows), -1)
-            shift = peaks.sub_(rivals.amax(dim=-1).index_select(1, chunk.owners))
-            sums *= shift.exp_().unsqueeze(-1)
-            for level in chunk.levels:
-                right = sums.index_select(1, level.right)
-                sums = sums.index_select(1, level.left)
-                if level.onto is None:
-                    sums += right
-                else:
-                    right += sums.index_select(1, level.onto)
-                    sums.index_copy_(1, level.onto, right)
-        result.index_copy_(1, chunk.rows, sums[..., :size] / sums[..., size : size + 1])
-    return result
-
-
-# --- the operations of a pass -----------------------------------------------------------------------
+from outstride.ops.plan import Plan, plan
 
 HEAD_ROWS = 64
 """So many rows of the vocabulary exist at once, however many nodes are wanted."""

@@ -286,6 +286,15 @@ def _scatter(
     )
 
 
+SHOWN = {
+    "first token, p99": "first_p99",
+    "first token, p50": "first_p50",
+    "gap, p99": "gap_p99",
+    "gap, p50": "gap_p50",
+}
+"""What is shown of a server's waits, by the names of its rows."""
+
+
 def latency(found: Sequence[BenchResult]) -> Iterator[Section]:
     """A server whose requests come by themselves."""
     for result in _of(found, "serve"):
@@ -293,67 +302,64 @@ def latency(found: Sequence[BenchResult]) -> Iterator[Section]:
         if not arrivals or not arrivals["rates"]:
             continue
         rows, limits = arrivals["rates"], arrivals["limits"]
-        shown = {
-            "first token, p99": "first_p99",
-            "first token, p50": "first_p50",
-            "gap, p99": "gap_p99",
-            "gap, p50": "gap_p50",
-        }
-        series = {
-            name: [(row["rate"], row[key] * 1e3) for row in rows if row[key]]
-            for name, key in shown.items()
-        }
-        series = {name: points for name, points in series.items() if points}
-        # Over the same seconds as the good ones: few arrivals at random are not quite at their rate.
-        whole = [
-            (r["rate"], r["requests"] * r["goodput"] / r["good"] if r["good"] else r["rate"])
-            for r in rows
-        ]
-        good = {
-            "all": whole,
-            "good": [(row["rate"], row["goodput"]) for row in rows],
-        }
-        head = ["requests/s", "sent", "failed", "good", "goodput/s", "tok/s"]
-        cells = [
-            [
-                f"{row['rate']:g}",
-                str(row["requests"]),
-                str(row["failed"]),
-                str(row["good"]),
-                f"{row['goodput']:.2f}",
-                f"{row['tokens_per_second']:.0f}",
-                *("" if row[key] is None else f"{row[key] * 1e3:.0f}" for key in shown.values()),
-            ]
-            for row in rows
-        ]
-        plots = []
-        if series:
-            plots.append(
-                charts.lines(
-                    series,
-                    title="Latency against the rate of arrival",
-                    x_label="requests per second that arrive",
-                    y_label="milliseconds",
-                    y_log=True,
-                )
-            )
-        plots.append(
-            charts.lines(
-                good,
-                title="Goodput against the rate of arrival",
-                x_label="requests per second that arrive",
-                y_label="requests per second",
-            )
-        )
         yield Section(
             "latency",
             "Latency under load",
             "Requests arrive at random, whether or not the last ones are answered. A good one has its "
             f"first token within {limits['first'] * 1e3:g} ms and no gap above "
             f"{limits['gap'] * 1e3:g} ms.",
-            plots,
-            table([*head, *shown], cells, words=0),
+            [*_waits(rows), _goodput(rows)],
+            _arrivals_table(rows),
         )
+
+
+def _waits(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """How long answers let wait, by rate of arrival, if anybody was answered."""
+    series = {
+        name: [(row["rate"], row[key] * 1e3) for row in rows if row[key]]
+        for name, key in SHOWN.items()
+    }
+    series = {name: points for name, points in series.items() if points}
+    if series:
+        yield charts.lines(
+            series,
+            title="Latency against the rate of arrival",
+            x_label="requests per second that arrive",
+            y_label="milliseconds",
+            y_log=True,
+        )
+
+
+def _goodput(rows: Sequence[dict[str, Any]]) -> str:
+    """How many requests are answered well, beside all of them, by rate of arrival."""
+    # Over the same seconds as the good ones: few arrivals at random are not quite at their rate.
+    whole = [
+        (r["rate"], r["requests"] * r["goodput"] / r["good"] if r["good"] else r["rate"])
+        for r in rows
+    ]
+    return charts.lines(
+        {"all": whole, "good": [(row["rate"], row["goodput"]) for row in rows]},
+        title="Goodput against the rate of arrival",
+        x_label="requests per second that arrive",
+        y_label="requests per second",
+    )
+
+
+def _arrivals_table(rows: Sequence[dict[str, Any]]) -> str:
+    head = ["requests/s", "sent", "failed", "good", "goodput/s", "tok/s"]
+    cells = [
+        [
+            f"{row['rate']:g}",
+            str(row["requests"]),
+            str(row["failed"]),
+            str(row["good"]),
+            f"{row['goodput']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            *("" if row[key] is None else f"{row[key] * 1e3:.0f}" for key in SHOWN.values()),
+        ]
+        for row in rows
+    ]
+    return table([*head, *SHOWN], cells, words=0)
 
 
 def bounds(found: Sequence[BenchResult]) -> Iterator[Section]:

@@ -45,5 +45,7 @@ def attach(
             norm=shaped(tensors, "norm.weight", (size,)),
             vocabulary=listed,
             window=about.get("window"),
+            before=graft.before,
+            after=graft.after,
         ),
     )

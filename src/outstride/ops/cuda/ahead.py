@@ -69,8 +69,8 @@ class Trust:
     happens often; where now and then a prompt comes in between, it does not matter.
     """
 
-    def __init__(self) -> None:
-        self._share = 0.5
+    def __init__(self, share: float = 0.5) -> None:
+        self._share = share
 
     @property
     def enough(self) -> bool:

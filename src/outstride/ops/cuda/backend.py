@@ -13,8 +13,7 @@ it (see `steps`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,71 +23,37 @@ from outstride.core.contracts import Work
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.proposal import Scores
 from outstride.ops.contract import GraftWeights, Model, Ops, Span, Wanted
-from outstride.ops.cuda.ahead import Ahead, Ask, Trust
+from outstride.ops.cuda import chain
 from outstride.ops.cuda.attention import PARTIAL, Partials, attend, embed_kernel, keep_kernel
-from outstride.ops.cuda.choose import POSITION
+from outstride.ops.cuda.foresight import Foresight, Started
 from outstride.ops.cuda.grafts import Grafted
 from outstride.ops.cuda.head import Head, Kind, Rows, padded
+from outstride.ops.cuda.launch import Batch, Deferred, Launcher
 from outstride.ops.cuda.layout import (
+    BEST,
     HEAD_ROWS,
     HEADER,
     PLACES,
     SIZES,
     Card,
     Layout,
-    Words,
 )
 from outstride.ops.cuda.linear import ADDED, GATED, HEADS, linear
 from outstride.ops.cuda.matrices import Matrix, Scratch, Turn, up
 from outstride.ops.cuda.moves import Entries
-from outstride.ops.cuda.steps import STAGED, Steps
+from outstride.ops.cuda.steps import STAGED
 from outstride.ops.cuda.tiles import Describer
-from outstride.ops.cuda.transfer import Recording, Reply, Ring
 from outstride.ops.cuda.weights import Layer
 
 CUTS = (1, 9)
 """Behind which layers a recorded pass is cut, if the card waits for it."""
-_FIRST = np.zeros(1, dtype=np.int64)
-"""The nodes of a step that are scored."""
-
-
-@dataclass(slots=True)
-class Batch:
-    """A pass."""
-
-    spans: Sequence[Span]
-    windows: tuple[int | None, ...]
-    rows: int
-    """Padded."""
-    mixtures: bool
-    steps: Steps | None = None
-    _layout: Layout | None = None
-
-    def layout_for(self, describe: Describer) -> Layout:
-        """The description, made when it is needed."""
-        if self._layout is None:
-            card = describe.card
-            self.steps = Steps.of(self.spans, card.page_size) if self.rows <= SIZES[-1] else None
-            if self.steps is not None and len(self.steps) > 1:
-                self._layout = self.steps.layout(self.windows, self.rows, card)
-            else:
-                self._layout = describe(self.spans, self.windows, self.rows)
-        return self._layout
-
-
-@dataclass(frozen=True, slots=True)
-class _Deferred:
-    """A whole pass that waits for what is wanted of it."""
-
-    layers: Callable[[], Rows]
-    batch: Batch
-    whole: tuple[int, int]
 
 
 class Cuda(Ops):
     """Weights, cache and passes on a card."""
 
     remote = True
+    chains = True
 
     def __init__(
         self, model: Model, *, device: str = "cuda", graphs: bool = True, pdl: bool | None = None
@@ -98,7 +63,6 @@ class Cuda(Ops):
         on_card = self._device.type == "cuda"
         lean = not on_card or not torch.cuda.is_bf16_supported()
         self._dtype = torch.float16 if lean else torch.bfloat16
-        self._graphs_wanted = graphs and on_card
         if pdl is None:
             pdl = on_card and torch.cuda.get_device_capability(self._device)[0] >= 9
         self._pdl = pdl
@@ -156,15 +120,18 @@ class Cuda(Ops):
             self._dtype,
             self._pdl,
         )
-        self._recording: Recording | None = None
-        self._deferred: _Deferred | None = None
-        self._whole_pass = False
-        self._ahead: Ahead | None = None
-        self._trust = Trust()
-        self._graphs: dict[Any, Any] = {}
-        self._seen: set[Any] = set()
+        self._deferred: Deferred | None = None
+        wanted = graphs and on_card
+        self._launcher = Launcher(self._device, self._entries, model.page_size, graphs=wanted)
+        self._foresight = Foresight(
+            self._launcher,
+            self._entries,
+            self._card,
+            self._head,
+            shape.windows,
+            len(self._cosines),
+        )
         self._reserve(512)
-        self._words = Ring(self._device, 1 << 16)
         kind = torch.cuda.get_device_name(self._device) if on_card else "interpreted"
         format_ = "fp16" if lean else "bf16"
         self.name = f"cuda {format_} triton {triton.__version__} {kind}"
@@ -190,24 +157,22 @@ class Cuda(Ops):
         self._scratch = Scratch.make(self._device, rows)
         for graft in self._grafts.values():
             graft.reserve(rows)
-        self._graphs.clear()
-        self._seen.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was recorded holds no longer: buffers or weights are others now."""
+        self._launcher.clear()
+        self._foresight.forget()
 
     # --- a pass -----------------------------------------------------------------------------------
 
     def whole(self, work: Sequence[Work]) -> Callable[[], list[Scores]] | None:
-        """The scores of a pass that is under way already; and the pass behind it is launched."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return None
-        rows = ahead.match(work, self._card.page_size)
-        self._trust.learn(rows is not None)
-        if rows is None or ahead.reply is None:
-            return None
-        return self._go_on(ahead, ahead.reply, rows)
+        """The scores of a pass that is under way already; and what comes behind it is launched."""
+        return self._foresight.match(work)
 
     def begin(self, spans: Sequence[Span], windows: Sequence[int | None]) -> Batch:
-        self._ahead = self._deferred = None
+        self._deferred = None
+        self._foresight.clear()
         rows = padded(spans[-1].rows.stop)
         if rows > len(self._x):
             self._reserve(triton.next_power_of_2(rows))
@@ -216,18 +181,16 @@ class Cuda(Ops):
 
     def _layout(self, batch: Batch) -> Layout:
         """The description of a pass; makes room for its words."""
-        layout = batch.layout_for(self._describe)
-        if len(layout.words) > len(self._words):
-            self._words = Ring(self._device, triton.next_power_of_2(len(layout.words)))
-            self._graphs.clear()
-        return layout
+        return self._launcher.fit(batch.layout_for(self._describe))
 
     def enter(
         self, batch: Batch, states: Sequence[Rows | torch.Tensor | FloatArray | None]
     ) -> Rows:
         rows, size = batch.rows, self._shape.hidden_size
         held: list[torch.Tensor | None] = []
-        if self._whole_pass:  # launched late: by now the states are those that it will leave
+        if (
+            self._launcher.under_way
+        ):  # launched late: by now the states are those that it will leave
             states = [None] * len(states)
         for state in states:
             if isinstance(state, Rows):
@@ -266,7 +229,7 @@ class Cuda(Ops):
     def _row_words(self, rows: int, field: int) -> torch.Tensor:
         """Tokens, positions or slots of the pass that the words describe."""
         start = HEADER + field * rows
-        return self._words.words[start : start + rows]
+        return self._launcher.words.words[start : start + rows]
 
     def project(self, layer: int, x: Rows, batch: Batch) -> torch.Tensor:
         weights, rows = self._layers[layer], batch.rows
@@ -280,6 +243,7 @@ class Cuda(Ops):
             norm=self._shape.norm_eps,
             turn=self._turn(layer, batch),
             pdl=self._pdl,
+            summed=x.layer == layer > 0,  # else these states were not left by a product
         )
         return self._queries
 
@@ -304,14 +268,14 @@ class Cuda(Ops):
 
     def attend(self, layer: int, queries: torch.Tensor, batch: Batch) -> torch.Tensor:
         shape, layout, card = self._shape, self._layout(batch), self._card
-        window = self.windows[layer]
+        window, words = self.windows[layer], self._launcher.words.words
         attend(
             queries,
             self._entries.keys[layer],
             self._entries.values[layer],
             self._mixed,
-            self._words.words[layout.windows[batch.windows.index(window)] :],
-            self._words.words,
+            words[layout.windows[batch.windows.index(window)] :],
+            words,
             self._partials,
             heads=shape.heads,
             kv_heads=shape.kv_heads,
@@ -346,10 +310,13 @@ class Cuda(Ops):
     def mlp(self, layer: int, x: Rows, batch: Batch) -> Rows:
         rows, weights, inner = batch.rows, self._layers[layer], self._inner
         norm, pdl, scratch = self._shape.norm_eps, self._pdl, self._scratch
-        linear(weights.gate_up, x.low, rows, GATED, scratch, low=inner, norm=norm, pdl=pdl)
+        linear(
+            weights.gate_up, x.low, rows, GATED, scratch, low=inner, norm=norm, pdl=pdl, summed=True
+        )
         linear(weights.down, inner, rows, ADDED, scratch, out=x.x, low=x.low, pdl=pdl)
-        if self._recording is not None and layer in CUTS and layer + 1 < len(self._layers):
-            self._recording.cut()
+        recording = self._launcher.recording
+        if recording is not None and layer in CUTS and layer + 1 < len(self._layers):
+            recording.cut()
         return replace(x, layer=layer + 1)
 
     def keep_features(self, layer: int, x: Rows, batch: Batch) -> None:
@@ -367,10 +334,10 @@ class Cuda(Ops):
     def run(self, layers: Callable[[], Rows], batch: Batch, whole: tuple[int, int] | None) -> Rows:
         """Runs the layers. A whole pass is launched together with its head."""
         if whole is not None and not batch.mixtures:
-            self._deferred = _Deferred(layers, batch, whole)
+            self._deferred = Deferred(layers, batch, whole)
             return Rows(self._x, self._low, 0, batch.rows, whole[1])
         self._entries.settle()
-        self._words.send(self._layout(batch).words)
+        self._launcher.words.send(self._layout(batch).words)
         return layers()
 
     def digest(self, batch: Batch) -> None:
@@ -395,9 +362,7 @@ class Cuda(Ops):
         self.windows += (weights.window,) * len(graft.layers)
         self._entries.grow(len(graft.layers))
         self._grafts[name] = graft
-        self._ahead = None
-        self._graphs.clear()
-        self._seen.clear()
+        self._forget()
         return first
 
     def leave(self, x: Rows, rows: slice) -> Rows:
@@ -424,7 +389,7 @@ class Cuda(Ops):
         layout = self._layout(deferred.batch)
         count = sum(len(item.nodes) for item in wanted)
         if not 0 < count <= HEAD_ROWS:
-            self._launch(layout, deferred, 0, Kind(), head)
+            self._launcher.start(layout, deferred, 0, Kind(), head)
             return head.alone(wanted, self._low)
         return self._start(deferred, layout, wanted, count, head)
 
@@ -452,7 +417,7 @@ class Cuda(Ops):
 
     def _start(
         self,
-        deferred: _Deferred,
+        deferred: Deferred,
         layout: Layout,
         wanted: Sequence[Wanted],
         count: int,
@@ -466,133 +431,26 @@ class Cuda(Ops):
         kind, plain = head.describe(draws, wanted)
         reply = head.replies.take(count)
         layout.words[0] = reply.place
-        steps, own = deferred.batch.steps, head is self._head
-        cut = steps is None and own  # the layers of a part are few
-        self._launch(layout, deferred, padded(count), kind, head, cut=cut)
+        own = head is self._head
+        if not own and len(wanted) == 1 and count <= BEST:  # the chain of guesses, too
+            (item,) = wanted
+            reply.length = count
+            first = item.proposal.graph.positions.item(int(item.nodes[0]))
+            chain.describe(layout.words, count, item.proposal.draw, first)
+        # The layers of a part are few, and behind a step comes the next one.
+        cut = own and deferred.batch.steps is None
+        self._launcher.start(layout, deferred, padded(count), kind, head, cut=cut)
         reply.launched()
-        if own and steps is not None and plain and count == len(wanted) == len(steps):
-            asks = [Ask.of(item.proposal) for item in wanted]
-            self._foresee(steps, list(range(count)), reply, draws[:count], asks, kind)
+        if plain:
+            self._foresight.behind(
+                Started(deferred, layout, wanted, head, kind, draws[:count], reply)
+            )
         return head.collect(wanted, reply, plain)
-
-    def _key(
-        self, layout: Layout, whole: tuple[int, int], head: int, kind: Kind, cut: bool, moves: bool
-    ) -> Any:
-        """What recorded passes differ in."""
-        return (
-            whole,
-            layout.rows,
-            layout.tile,
-            layout.shared,
-            layout.splits,
-            layout.programs,
-            layout.deep,
-            layout.windows,
-            head,
-            kind,
-            cut,
-            moves,
-        )
-
-    def _launch(
-        self,
-        layout: Layout,
-        deferred: _Deferred,
-        rows: int,
-        kind: Kind,
-        head: Head,
-        cut: bool = True,
-    ) -> None:
-        """Starts a whole pass and `rows` rows of its head: replayed, once it has been recorded.
-
-        cut: the card has nothing else to do while the pass is handed to it.
-        """
-        moves = self._entries.enter(layout.words)
-
-        def work(recording: Recording | None = None) -> None:
-            self._whole_pass, self._recording = True, recording if cut else None
-            try:
-                if moves:
-                    self._entries.launch(self._words.words)
-                deferred.layers()
-            finally:
-                self._whole_pass, self._recording = False, None
-            if rows:
-                words, at = self._words.words, layout.head_at
-                head.launch(self._low, rows, kind, words, at, layout.head_rows)
-
-        self._words.send(layout.words)
-        key = self._key(layout, deferred.whole, rows, kind, cut, moves)
-        if not self._graphs_wanted or layout.rows > SIZES[-1]:
-            work()
-        elif key not in self._seen:  # compiles what is missing
-            self._seen.add(key)
-            work()
-        else:
-            if key not in self._graphs:
-                self._graphs[key] = Recording(work)
-            self._graphs[key].replay()
-
-    # --- the pass behind this one -----------------------------------------------------------------
-
-    def _foresee(
-        self,
-        steps: Steps,
-        rows: list[int],
-        before: Reply,
-        draws: Words,
-        asks: list[Ask],
-        kind: Kind,
-    ) -> None:
-        """Works out the next pass; launches it if the last ones were what was foreseen."""
-        following = steps.following(rows, self._card, len(self._cosines))
-        if following is None:
-            return
-        draws = draws.copy()
-        draws[:, POSITION] += 1
-        self._ahead = ahead = Ahead(following, before, draws, asks, kind)
-        if not self._trust.enough:
-            return
-        count = len(following)
-        windows = tuple(dict.fromkeys(self._shape.windows))
-        layout = following.layout(windows, padded(count), self._card)
-        whole = 0, self._shape.layers
-        recorded = self._graphs.get(self._key(layout, whole, layout.rows, kind, False, False))
-        if recorded is None or len(layout.words) > len(self._words):
-            return
-        at, room = layout.head_at, layout.head_rows
-        layout.words[at : at + count] = np.arange(count)
-        layout.words[at + room : at + room + draws.size] = draws.reshape(-1)
-        ahead.reply = self._head.replies.take(count)
-        layout.words[0] = ahead.reply.place
-        self._words.send(layout.words)
-        recorded.replay()
-        ahead.reply.launched()
-
-    def _go_on(self, ahead: Ahead, reply: Reply, rows: list[int]) -> Callable[[], list[Scores]]:
-        """Some rows of a pass that is under way: its scores, and the pass behind it."""
-        moves = ahead.steps.settle(rows, self._card.page_size)
-        if moves:
-            self._entries.copy(moves)
-        asks = [ahead.asks[row] for row in rows]
-        self._foresee(ahead.steps, rows, reply, ahead.draws[rows], asks, ahead.kind)
-
-        def found() -> list[Scores]:
-            best = reply.wait()[rows]
-            if not ahead.kind.several:
-                return [Scores(_FIRST, line) for line in best[:, :1, None].transpose(0, 2, 1)]
-            widest = self._shape.vocab_size
-            return [
-                Scores(_FIRST, best[i : i + 1, : min(ask.wants.best, widest)])
-                for i, ask in enumerate(asks)
-            ]
-
-        return found
 
     # --- what lasts longer than a pass ------------------------------------------------------------
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
-        self._ahead = None
+        self._foresight.clear()
         self._entries.move(sources, targets)
 
     def feature(self, slot: int) -> FloatArray:
@@ -604,5 +462,5 @@ class Cuda(Ops):
         added = rows.to(self._device, self._dtype)
         self._embedding = torch.cat([self._embedding, added]).contiguous()
         self._extra += len(rows)
-        self._graphs.clear()
+        self._forget()
         return before

@@ -92,12 +92,12 @@ def choose_kernel(
 
 @triton.jit
 def several_kernel(
-    logits, draws, bars, best, replies, sums, reply, parts, tickets, ld, vocab,
+    logits, draws, bars, best, replies, sums, reply, picked, picked_sums, parts, tickets, ld, vocab,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROUND: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """The same for as many ids of each row as its draw says, best first; -1 stands for no more.
 
-    With SUMS, what was compared goes to the host as well.
+    With SUMS, what was compared goes to the host as well, and both stay on the card (`picked`).
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     draw = draws + row * _PLACES
@@ -133,6 +133,8 @@ def several_kernel(
         tl.store(replies + line + place, found)
         if SUMS:
             tl.store(sums + line + place, unrank(ranks))
+            tl.store(picked + row * _BEST + place, found)
+            tl.store(picked_sums + row * _BEST + place, unrank(ranks))
         tl.store(tickets + row, 0)
 
 
@@ -145,6 +147,8 @@ class Chooser:
 
         self.vocab, self.chunks = vocab, -(-vocab // _CHUNK)
         self.best = room(rows)
+        self.picked = room(rows, BEST)
+        self.picked_sums = room(rows, BEST, dtype=torch.float32)
         self._filters = Filters(device, rows, vocab, _CHUNK)
         self._values = room(rows * self.chunks, dtype=torch.float32)
         self._ids = room(rows * self.chunks)
@@ -178,7 +182,8 @@ class Chooser:
         if several:
             several_kernel[grid](
                 logits, draws, bars, self.best, replies, replies if sums is None else sums, reply,
-                self._keys, self._tickets, ld, self.vocab, SUMS=sums is not None, **sizes,
+                self.picked, self.picked_sums, self._keys, self._tickets, ld, self.vocab,
+                SUMS=sums is not None, **sizes,
             )  # fmt: skip
         else:
             choose_kernel[grid](

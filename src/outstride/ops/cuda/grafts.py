@@ -10,6 +10,7 @@ import torch
 
 from outstride.errors import UnsupportedModel
 from outstride.ops.contract import GraftWeights, Shape
+from outstride.ops.cuda.chain import Chain
 from outstride.ops.cuda.head import Head
 from outstride.ops.cuda.linear import FLOATS, HEADS, linear
 from outstride.ops.cuda.matrices import Matrix, Scratch, Turn, up
@@ -62,6 +63,10 @@ class Grafted:
         mix = Matrix.pack(weights.mix, None, weights.scale, device, dtype)
         listed = vocabulary[torch.from_numpy(weights.vocabulary).to(vocabulary.device)]
         width = up(shape.hidden_size, 256)
+        chain = None
+        if weights.before is not None and weights.after is not None:
+            tables = weights.vocabulary, weights.before, weights.after
+            chain = Chain(*tables, shape.vocab_size, device)
         head = Head(
             Matrix.pack(listed, None, weights.norm, device, dtype),
             shape.norm_eps,
@@ -71,6 +76,7 @@ class Grafted:
             dtype,
             pdl,
             weights.vocabulary,
+            chain,
         )
         return cls(
             first=first,

@@ -16,6 +16,7 @@ from outstride.core.graph import IntArray
 from outstride.core.proposal import Proposal, Scores
 from outstride.core.select import select
 from outstride.ops.contract import Wanted
+from outstride.ops.cuda.chain import Chain
 from outstride.ops.cuda.choose import COUNT, Chooser, fill
 from outstride.ops.cuda.layout import BEST, HEAD_ROWS, HEADER, PLACES, SIZES, Words
 from outstride.ops.cuda.linear import FLOATS, linear
@@ -91,7 +92,8 @@ def width(proposal: Proposal, vocab: int) -> int:
 class Head:
     """The head of a model, and what comes back from it; or that of a trained part, which guesses.
 
-    listed: the tokens that a part's guesses are among. Their logits come back with them.
+    listed: the tokens that a part's guesses are among. Their logits come back with them, and with
+      `chain` the likeliest chain of them, if the words ask for it.
     """
 
     def __init__(
@@ -104,16 +106,18 @@ class Head:
         dtype: torch.dtype,
         pdl: bool,
         listed: IntArray | None = None,
+        chain: Chain | None = None,
     ) -> None:
         self._listed = listed
-        self.matrix, self._eps, self._vocab, self._pdl = matrix, eps, vocab, pdl
+        self.chain = chain
+        self.matrix, self._eps, self.vocab, self._pdl = matrix, eps, vocab, pdl
         self._states, self._device, self._dtype = states, device, dtype
         self._scratch = Scratch.make(device, HEAD_ROWS)
         shape = (HEAD_ROWS, up(vocab, 256))
         self._logits = torch.zeros(shape, dtype=torch.float32, device=device)
         self._chooser = Chooser(device, HEAD_ROWS, vocab)
         self._words = Ring(device, HEADER + HEAD_ROWS * (1 + PLACES))
-        self.replies = Replies(device, sums=listed is not None)
+        self.replies = Replies(device, guesses=listed is not None)
 
     @property
     def chosen(self) -> torch.Tensor:
@@ -146,6 +150,11 @@ class Head:
             several=kind.several,
             sums=self.replies.sums,
         )
+        if self.chain is not None:
+            chooser, replies = self._chooser, self.replies
+            self.chain.find(
+                words, chooser.picked, chooser.picked_sums, replies.chains, replies.chances
+            )
 
     def describe(self, draws: Words, wanted: Sequence[Wanted]) -> tuple[Kind, bool]:
         """Describes everybody's draws; says what kernels they take, and whether all are simple."""
@@ -153,13 +162,13 @@ class Head:
             return fill_draws(draws, wanted)
         line = 0
         for item in wanted:
-            draws[line : line + len(item.nodes), COUNT] = self._several(item)
+            draws[line : line + len(item.nodes), COUNT] = self.several(item.proposal)
             line += len(item.nodes)
         return Kind(several=True), True
 
-    def _several(self, item: Wanted) -> int:
+    def several(self, proposal: Proposal) -> int:
         """How many guesses a part makes for a node."""
-        return max(1, min(item.proposal.wants.best, BEST, self._vocab))
+        return max(1, min(proposal.wants.best, BEST, self.vocab))
 
     def found(self, wanted: Sequence[Wanted], reply: Reply) -> list[Scores]:
         """What a start of the head yielded."""
@@ -168,14 +177,22 @@ class Head:
         for item in wanted:
             stop = start + len(item.nodes)
             if self._listed is not None and reply.sums is not None:
-                some = slice(start, stop), slice(self._several(item))
+                some = slice(start, stop), slice(self.several(item.proposal))
                 values = reply.sums[some]
-                scores.append(Scores(item.nodes, self._listed[best[some]], values=values))
+                scores.append(
+                    Scores(
+                        item.nodes,
+                        self._listed[best[some]],
+                        values=values,
+                        chain=reply.chain,
+                        chances=reply.chances,
+                    )
+                )
             elif simple(item.proposal):
-                count = width(item.proposal, self._vocab)
+                count = width(item.proposal, self.vocab)
                 scores.append(Scores(nodes=item.nodes, best=best[start:stop, :count]))
             else:
-                raw = self._logits[start:stop, : self._vocab].cpu().numpy()
+                raw = self._logits[start:stop, : self.vocab].cpu().numpy()
                 scores.append(select(item.proposal, item.nodes, raw.copy()))
             start = stop
         return scores
@@ -229,7 +246,7 @@ class Head:
         return lambda: scores
 
     def _nothing(self, item: Wanted) -> Scores:
-        return select(item.proposal, item.nodes, np.zeros((0, self._vocab), dtype=np.float32))
+        return select(item.proposal, item.nodes, np.zeros((0, self.vocab), dtype=np.float32))
 
     def collected(
         self, wanted: Sequence[Wanted], default: torch.Tensor

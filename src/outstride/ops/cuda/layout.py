@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +41,11 @@ PLACES = 12
 BEST = 16
 """So many tokens of a row are chosen on the card at the most."""
 LARGE = 256
-"""Query rows of one sequence above which tiles are large: below, reading keys several times costs less
-than waiting for a large tile."""
+"""Query rows of one sequence above which tiles are large."""
+SEVERAL = 64
+"""From so many on they are large, too, if small ones would read keys too often: below, reading them
+several times costs less than waiting for a large tile."""
+LARGE_TILE = 64
 DEEP = 3
 """From so many blocks to a program on, small tiles are given fewer warps."""
 
@@ -56,6 +60,16 @@ more for each further one, if there is no list), the position of the first node,
 its nodes share their keys, and where the lists of the blocks from there on begin, node by node."""
 PAGED, LEVEL = -1, -2
 """Instead of a list of blocks: all are found through pages; the limit is the same for all nodes."""
+
+
+class Pace(Enum):
+    """How much the programs of attention have to do one behind the other."""
+
+    ONCE = 0
+    """One item each at the most, of a few blocks."""
+    SOME = 1
+    DEEP = 2
+    """Many blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +89,15 @@ class Card:
     programs: int
     room: int
 
-    def tile(self, longest: int) -> int:
-        """Query rows of a tile, if the longest chain has so many nodes."""
+    def tile(self, longest: int, end: int = 0) -> int:
+        """Query rows of a tile, if the longest chain has so many nodes; none ends behind `end`."""
         tile = 16
         while tile < self.group:
             tile *= 2
-        if longest * self.group > LARGE:
-            tile = max(tile, 64)
+        rows = longest * self.group
+        reads = -(-rows // tile) * self.kv_heads * -(-end // KEYS)
+        if rows > LARGE or (rows >= SEVERAL and reads > 2 * self.programs):
+            tile = max(tile, LARGE_TILE)
         return tile
 
 
@@ -102,8 +118,8 @@ class Layout:
     """Whether some tile's blocks are shared out to several programs."""
     programs: int
     """Programs of attention."""
-    deep: bool
-    """Whether a program has many blocks one behind the other."""
+    deep: Pace
+    """How much a program has to do one behind the other."""
     end: int
     """Where the items of the last window end and the lists begin."""
     pages: int
@@ -162,8 +178,10 @@ def compose(
         words[place : place + line.size] = line.reshape(-1)
     most = max(int(np.count_nonzero(line[:, 1])) for line in lines) * card.kv_heads
     programs = card.programs * (2 if most > card.programs and any(map(shares, tiles)) else 1)
-    deep = max(int((line[:, 5] - line[:, 4]).max()) for line in lines) >= DEEP
-    shared = not len(lists)
+    deepest = max(int((line[:, 5] - line[:, 4]).max()) for line in lines)
+    deep = Pace.DEEP if deepest >= DEEP else Pace.ONCE if most <= programs else Pace.SOME
+    level = any(bool((found[:, _BLOCKS] == LEVEL).any()) for found in tiles)
+    shared = not len(lists) and not level
     return Layout(words, rows, tile, shared, tuple(places), splits, programs, deep, at, pages_at)
 
 

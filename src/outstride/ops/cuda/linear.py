@@ -7,7 +7,9 @@ in a tile, and whether the parts are summed by one program or by several, change
 spread the parts over the card, many rows take them one after the other.
 
 The norm before a product is folded into it: its weight is part of the matrix, and its factor, one
-number per row, is applied to the result.
+number per row, is applied to the result. The factor comes from sums of squares over groups of columns,
+always the same groups, added up as a tree: the product before leaves them behind with its result, and
+where there was none, a kernel of their own works them out.
 """
 
 from __future__ import annotations
@@ -22,6 +24,16 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,unused
     gdc_wait,
 )
 
+from outstride.ops.cuda.finish import (
+    ADDED,
+    FLOATS,
+    GATED,
+    HEADS,
+    finish,
+    pair_sum,
+    prepare,
+    square_sums,
+)
 from outstride.ops.cuda.matrices import (
     SMALL,
     STEP,
@@ -30,36 +42,15 @@ from outstride.ops.cuda.matrices import (
     Tiles,
     Turn,
     chains_of,
+    grain,
+    lanes,
     tiles,
     up,
 )
 
+__all__ = ["ADDED", "FLOATS", "GATED", "HEADS", "linear", "linear_kernel", "squares_kernel"]
+
 _SIDE, _SQUARE = tl.constexpr(STEP), tl.constexpr(STEP * STEP)
-
-SHORT_ROWS = 64
-"""Up to so many rows, the product with a small matrix works out the norm's factor itself."""
-FLOATS = tl.constexpr(0)
-"""The result in float32."""
-GATED = tl.constexpr(1)
-"""Columns are pairs of gate and up: silu(gate) * up in the format of the activations."""
-ADDED = tl.constexpr(2)
-"""Added to the residual stream, in float32 and in the format of the activations."""
-HEADS = tl.constexpr(3)
-"""Queries, keys and values: head norms, rotation, and the entries of the cache."""
-
-UNSCALED = tl.constexpr(0)
-NORMED = tl.constexpr(1)
-"""The norm's factor is worked out along the way."""
-KNOWN = tl.constexpr(2)
-"""The norm's factor is read."""
-
-
-@triton.jit
-def pair_sum(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
-    """[ROWS, WIDTH] -> [ROWS]: neighbours are added, then neighbouring sums, whatever the layout."""
-    for level in tl.static_range(LEVELS):
-        x = tl.sum(tl.reshape(x, (ROWS, WIDTH >> (level + 1), 2)), axis=2)
-    return tl.reshape(x, (ROWS,))
 
 
 @triton.jit
@@ -84,154 +75,45 @@ def _prefetch(w, cols, k_all, start, part, BN: tl.constexpr, LINES: tl.constexpr
 
 
 @triton.jit
-def _early(rows, cols, out, ld_out, positions, slots, cosines, sines,
-           BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, Q_HEADS: tl.constexpr,
-           KV_HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr,
-           ROPE: tl.constexpr):  # fmt: skip
-    """What the end of a tile needs from memory: asked for before the product."""
-    one = tl.zeros((BM, BN // 2), dtype=tl.float32)
-    two = one
-    slot = tl.zeros((BM,), dtype=tl.int64)
-    if KIND == ADDED:
-        both = tl.load(out + rows[:, None].to(tl.int64) * ld_out + cols[None, :])
-        one, two = tl.split(tl.reshape(both, (BM, BN // 2, 2)))
-    if KIND == HEADS:
-        slot = tl.load(slots + rows).to(tl.int64)
-        if ROPE:
-            pair = tl.max(tl.reshape(cols // 2, (BN // 2, 2)), axis=1)
-            head, place = pair // (WIDE // 2), pair % (WIDE // 2)
-            turned = (head < Q_HEADS + KV_HEADS) & (place < HEAD // 2)
-            position = tl.load(positions + rows).to(tl.int64)
-            angle = position[:, None] * (HEAD // 2) + place[None, :]
-            both = turned[None, :] & (position >= 0)[:, None]
-            one = tl.load(cosines + angle, mask=both, other=1.0)
-            two = tl.load(sines + angle, mask=both, other=0.0)
-    return one, two, slot
-
-
-@triton.jit
-def _finish(y, one, two, slot, rows, cols, bias, out, low, ld_out, keys, values, query_norm,
-            key_norm, eps,
-            BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-            Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr,
-            WIDE: tl.constexpr, LEVELS: tl.constexpr, ROPE: tl.constexpr,
-            HEAD_NORM: tl.constexpr):  # fmt: skip
-    """What becomes of a tile of results; `one`, `two` and `slot` are from `_early`."""
-    if BIAS:
-        y += tl.load(bias + cols)[None, :]
-    if KIND == FLOATS:
-        tl.store(out + rows[:, None].to(tl.int64) * ld_out + cols[None, :], y)
-    if KIND == ADDED:
-        at = rows[:, None].to(tl.int64) * ld_out + cols[None, :]
-        y += tl.reshape(tl.join(one, two), (BM, BN))
-        tl.store(out + at, y)
-        tl.store(low + at, y.to(low.dtype.element_ty))
-    if KIND == GATED:
-        gate, up = tl.split(tl.reshape(y, (BM, BN // 2, 2)))
-        y = tl.math.div_rn(gate, 1.0 + tl.exp(-gate)) * up
-        half = tl.max(tl.reshape(cols // 2, (BN // 2, 2)), axis=1)
-        at = rows[:, None].to(tl.int64) * ld_out + half[None, :]
-        tl.store(low + at, y.to(low.dtype.element_ty))
-    if KIND == HEADS:
-        even, odd = tl.split(tl.reshape(y, (BM, BN // 2, 2)))
-        pair = tl.max(tl.reshape(cols // 2, (BN // 2, 2)), axis=1)
-        head, place = pair // (WIDE // 2), pair % (WIDE // 2)
-        turned = head < Q_HEADS + KV_HEADS
-        inside = place < HEAD // 2
-        at_even = tl.where(turned, place, 2 * place)
-        at_odd = tl.where(turned, place + HEAD // 2, 2 * place + 1)
-        if HEAD_NORM:
-            per: tl.constexpr = BN // WIDE
-            squares = tl.reshape(even * even + odd * odd, (BM * per, WIDE // 2))
-            mean = pair_sum(squares, BM * per, WIDE // 2, LEVELS - 1) / HEAD
-            factor = tl.reshape(tl.math.rsqrt(mean + eps), (BM, per, 1))
-            factor = tl.broadcast_to(factor, (BM, per, WIDE // 2))
-            factor = tl.reshape(factor, (BM, BN // 2))
-            of_query = inside & (head < Q_HEADS)
-            of_key = inside & turned & (head >= Q_HEADS)
-            norm = tl.load(query_norm + at_even, mask=of_query, other=1.0)
-            norm *= tl.load(key_norm + at_even, mask=of_key, other=1.0)
-            even = tl.where(turned[None, :], even * factor * norm[None, :], even)
-            norm = tl.load(query_norm + at_odd, mask=of_query, other=1.0)
-            norm *= tl.load(key_norm + at_odd, mask=of_key, other=1.0)
-            odd = tl.where(turned[None, :], odd * factor * norm[None, :], odd)
-        if ROPE:
-            new = tl.where(turned[None, :], even * one - odd * two, even)
-            odd = tl.where(turned[None, :], odd * one + even * two, odd)
-            even = new
-        lean = low.dtype.element_ty
-        even, odd = even.to(lean), odd.to(lean)
-        here = inside[None, :] & (rows >= 0)[:, None]
-        is_query = here & (head < Q_HEADS)[None, :]
-        at = rows[:, None].to(tl.int64) * (Q_HEADS * WIDE) + (head * WIDE)[None, :]
-        tl.store(low + at + at_even[None, :], even, mask=is_query)
-        tl.store(low + at + at_odd[None, :], odd, mask=is_query)
-        entry = slot * (KV_HEADS * WIDE)
-        is_key = here & turned[None, :] & (head >= Q_HEADS)[None, :]
-        at = entry[:, None] + ((head - Q_HEADS) * WIDE)[None, :]
-        tl.store(keys + at + at_even[None, :], even, mask=is_key)
-        tl.store(keys + at + at_odd[None, :], odd, mask=is_key)
-        known = head < Q_HEADS + 2 * KV_HEADS
-        is_value = here & known[None, :] & (head >= Q_HEADS + KV_HEADS)[None, :]
-        at = entry[:, None] + ((head - Q_HEADS - KV_HEADS) * WIDE)[None, :]
-        tl.store(values + at + at_even[None, :], even, mask=is_value)
-        tl.store(values + at + at_odd[None, :], odd, mask=is_value)
-
-
-@triton.jit
 def _chain(a, b, steps, hop, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-           CHAINS: tl.constexpr, GRAM: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """One part of K, in chains that wait for each other only at the end.
-
-    With GRAM also the products of the rows with each other, of which the diagonal is wanted.
-    """
+           CHAINS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """One part of K, in chains that wait for each other only at the end."""
     y0 = tl.zeros((BM, BN), dtype=tl.float32)
-    g0 = tl.zeros((BM, BM), dtype=tl.float32)
     y1, y2, y3 = y0, y0, y0
-    g1, g2, g3 = g0, g0, g0
     for _ in tl.range(0, steps, num_stages=STAGES):
-        left = tl.load(a)
-        y0 = tl.dot(left, tl.load(b), y0)
-        if GRAM:
-            g0 = tl.dot(left, tl.trans(left), g0)
+        y0 = tl.dot(tl.load(a), tl.load(b), y0)
         if CHAINS > 1:
-            left = tl.load(a + hop)
-            y1 = tl.dot(left, tl.load(b + hop * _SIDE), y1)
-            if GRAM:
-                g1 = tl.dot(left, tl.trans(left), g1)
+            y1 = tl.dot(tl.load(a + hop), tl.load(b + hop * _SIDE), y1)
         if CHAINS > 2:
-            left = tl.load(a + 2 * hop)
-            y2 = tl.dot(left, tl.load(b + 2 * hop * _SIDE), y2)
-            if GRAM:
-                g2 = tl.dot(left, tl.trans(left), g2)
+            y2 = tl.dot(tl.load(a + 2 * hop), tl.load(b + 2 * hop * _SIDE), y2)
         if CHAINS > 3:
-            left = tl.load(a + 3 * hop)
-            y3 = tl.dot(left, tl.load(b + 3 * hop * _SIDE), y3)
-            if GRAM:
-                g3 = tl.dot(left, tl.trans(left), g3)
+            y3 = tl.dot(tl.load(a + 3 * hop), tl.load(b + 3 * hop * _SIDE), y3)
         a += BK
         b += BK * _SIDE
     if CHAINS > 1:
         y0 += y1
-        g0 += g1
     if CHAINS > 2:
         y0 += y2
-        g0 += g2
     if CHAINS > 3:
         y0 += y3
-        g0 += g3
-    return y0, g0
+    return y0
 
 
 @triton.jit
-def _diagonal(gram, BM: tl.constexpr):
-    at = tl.arange(0, BM)
-    return tl.sum(tl.where(at[:, None] == at[None, :], gram, 0.0), axis=1)
+def _bulk_chain(x, w, row, column, start, steps, BM: tl.constexpr, BN: tl.constexpr,
+                STAGES: tl.constexpr):  # fmt: skip
+    """The same in one chain, whole squares fetched by the copy engine."""
+    y = tl.zeros((BM, BN), dtype=tl.float32)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        k = start + step * _SIDE
+        squares = tl.reshape(w.load([column // _SIDE, k, 0]), (BN, _SIDE))
+        y = tl.dot(x.load([row, k]), tl.trans(squares), y)
+    return y
 
 
 @triton.jit(do_not_specialize=["tiles_m"])
 def linear_kernel(
-    x, w, bias, out, low, factors, gather, partial, tickets,
+    x, w, bias, out, low, sums, gather, partial, tickets,
     positions, slots, cosines, sines, keys, values, query_norm, key_norm,
     tiles_m, ld_x, ld_out, part, hop, width, eps,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
@@ -239,19 +121,25 @@ def linear_kernel(
     GATHER: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr, WIDE: tl.constexpr, HEAD_LEVELS: tl.constexpr, ROPE: tl.constexpr,
     HEAD_NORM: tl.constexpr, CHAINS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,
-    LATE: tl.constexpr, PDL: tl.constexpr,
+    LATE: tl.constexpr, PDL: tl.constexpr, BULK: tl.constexpr, GRAIN: tl.constexpr,
+    LEVELS: tl.constexpr, LANES: tl.constexpr, LANE_LEVELS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """x @ w.T, and what follows it. `part` columns make a part of K; x and w have whole parts."""
+    """x @ w.T, and what follows it. `part` columns make a part of K; x and w have whole parts.
+
+    NORM: `sums` has the sums of squares of the rows of x. With ADDED, those of the result go there.
+    """
     pid = tl.program_id(0)
     first = pid % SPLIT if FAN else 0
     tile = pid // SPLIT if FAN else pid
-    rows = tile % tiles_m * BM + tl.arange(0, BM)
-    cols = tile // tiles_m * BN + tl.arange(0, BN)
+    row, column = tile % tiles_m * BM, tile // tiles_m * BN
+    rows = row + tl.arange(0, BM)
+    cols = column + tl.arange(0, BN)
     ks = tl.arange(0, BK)
     k_all = part * SPLIT
     within = ks // _SIDE * _SQUARE + ks % _SIDE if BK > _SIDE else ks
     start = (first * part).to(tl.int64) * _SIDE if FAN else 0
-    b = _column(w, cols, k_all)[None, :] + start + within[:, None]
+    if not BULK:
+        b = _column(w, cols, k_all)[None, :] + start + within[:, None]
     if PDL:
         if LINES > 0:
             _prefetch(w, cols, k_all, first * part, part, BN, LINES)
@@ -260,15 +148,20 @@ def linear_kernel(
             gdc_launch_dependents()
     early: tl.constexpr = BM * BN <= 2048
     if early:
-        one, two, slot = _early(rows, cols, out, ld_out, positions, slots, cosines, sines, BM, BN,
-                                KIND, Q_HEADS, KV_HEADS, HEAD, WIDE, ROPE)  # fmt: skip
-    source = rows
-    if GATHER:
-        source = tl.load(gather + rows)
-    a = x + source[:, None].to(tl.int64) * ld_x + (first * part + ks)[None, :]
-    measured: tl.constexpr = NORM == NORMED
-    y, gram = _chain(a, b, hop // BK, hop, BM, BN, BK, CHAINS, measured,
-                     STAGES)  # fmt: skip
+        one, two, slot = prepare(rows, column, out, ld_out, positions, slots, cosines, sines, BM,
+                                 BN, KIND, Q_HEADS, KV_HEADS, HEAD, WIDE, ROPE)  # fmt: skip
+    if NORM:  # read now, added up later
+        lane = tl.arange(0, LANES)
+        squares = tl.load(sums + rows[:, None] * LANES + lane[None, :],
+                          mask=(lane < GROUPS)[None, :], other=0.0)  # fmt: skip
+    if BULK:
+        y = _bulk_chain(x, w, row, column, first * part, hop // _SIDE, BM, BN, STAGES)
+    else:
+        source = rows
+        if GATHER:
+            source = tl.load(gather + rows)
+        a = x + source[:, None].to(tl.int64) * ld_x + (first * part + ks)[None, :]
+        y = _chain(a, b, hop // BK, hop, BM, BN, BK, CHAINS, STAGES)
     if PDL and LATE:
         gdc_launch_dependents()
     last = True
@@ -286,26 +179,27 @@ def linear_kernel(
                 tl.store(tickets + tile, 0)
         else:
             for s in range(1, SPLIT):
-                more, _ = _chain(a + s * part, b + s * part * _SIDE, part // BK, part, BM, BN, BK, 1,
-                                 False, STAGES)  # fmt: skip
-                y += more
+                if BULK:
+                    y += _bulk_chain(x, w, row, column, s * part, part // _SIDE, BM, BN, STAGES)
+                else:
+                    y += _chain(a + s * part, b + s * part * _SIDE, part // BK, part, BM, BN, BK,
+                                1, STAGES)  # fmt: skip
     if last:
-        if measured:
-            y *= tl.math.rsqrt(_diagonal(gram, BM) / width + eps)[:, None]
-        if NORM == KNOWN:
-            y *= tl.load(factors + rows)[:, None]
+        if NORM:
+            y *= tl.math.rsqrt(pair_sum(squares, BM, LANES, LANE_LEVELS) / width + eps)[:, None]
         if not early:
-            one, two, slot = _early(rows, cols, out, ld_out, positions, slots, cosines, sines, BM,
-                                    BN, KIND, Q_HEADS, KV_HEADS, HEAD, WIDE, ROPE)  # fmt: skip
-        _finish(y, one, two, slot, rows, cols, bias, out, low, ld_out, keys, values, query_norm,
-                key_norm, eps, BM, BN, KIND, BIAS, Q_HEADS, KV_HEADS, HEAD, WIDE, HEAD_LEVELS,
-                ROPE, HEAD_NORM)  # fmt: skip
+            one, two, slot = prepare(rows, column, out, ld_out, positions, slots, cosines, sines,
+                                     BM, BN, KIND, Q_HEADS, KV_HEADS, HEAD, WIDE, ROPE)  # fmt: skip
+        finish(y, one, two, slot, rows, column, bias, out, low, ld_out, keys, values, query_norm,
+               key_norm, eps, sums, BM, BN, KIND, BIAS, Q_HEADS, KV_HEADS, HEAD, WIDE,
+               HEAD_LEVELS, ROPE, HEAD_NORM, GRAIN, LEVELS, LANES)  # fmt: skip
 
 
 @triton.jit
-def factor_kernel(x, factors, gather, ld_x, width, eps, WIDTH: tl.constexpr,
-                  GATHER: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """The factor of the norm: one program adds up one row."""
+def squares_kernel(x, sums, gather, ld_x, width, WIDTH: tl.constexpr, GRAIN: tl.constexpr,
+                   LEVELS: tl.constexpr, LANES: tl.constexpr, GATHER: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
+    """The sums of squares of one row, as a product leaves them behind."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -314,42 +208,9 @@ def factor_kernel(x, factors, gather, ld_x, width, eps, WIDTH: tl.constexpr,
     k = tl.arange(0, WIDTH)
     at = source.to(tl.int64) * ld_x + k
     wide = tl.load(x + at, mask=k < width, other=0.0).to(tl.float32)
-    total = tl.sum(wide * wide, axis=0)
-    tl.store(factors + row, tl.math.rsqrt(total / width + eps))
-
-
-@triton.jit
-def gram_factor_kernel(x, factors, gather, ld_x, hop, width, eps, BK: tl.constexpr,
-                       CHAINS: tl.constexpr, GATHER: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """The factor of the norm for sixteen rows, added up as `linear_kernel` adds it."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    rows = tl.program_id(0) * 16 + tl.arange(0, 16)
-    source = tl.load(gather + rows) if GATHER else rows
-    a = x + source[:, None].to(tl.int64) * ld_x + tl.arange(0, BK)[None, :]
-    g0 = tl.zeros((16, 16), dtype=tl.float32)
-    g1, g2, g3 = g0, g0, g0
-    for _ in tl.range(0, hop // BK, num_stages=4):
-        left = tl.load(a)
-        g0 = tl.dot(left, tl.trans(left), g0)
-        if CHAINS > 1:
-            left = tl.load(a + hop)
-            g1 = tl.dot(left, tl.trans(left), g1)
-        if CHAINS > 2:
-            left = tl.load(a + 2 * hop)
-            g2 = tl.dot(left, tl.trans(left), g2)
-        if CHAINS > 3:
-            left = tl.load(a + 3 * hop)
-            g3 = tl.dot(left, tl.trans(left), g3)
-        a += BK
-    if CHAINS > 1:
-        g0 += g1
-    if CHAINS > 2:
-        g0 += g2
-    if CHAINS > 3:
-        g0 += g3
-    tl.store(factors + rows, tl.math.rsqrt(_diagonal(g0, 16) / width + eps))
+    found = square_sums(wide, WIDTH // GRAIN, GRAIN, LEVELS)
+    lane = tl.arange(0, WIDTH // GRAIN)
+    tl.store(sums + row * LANES + lane, found, mask=lane < LANES)
 
 
 def linear(
@@ -366,23 +227,29 @@ def linear(
     turn: Turn | None = None,
     pdl: bool = False,
     ahead: bool = False,
+    summed: bool = False,
     layout: Tiles | None = None,
 ) -> None:
     """The product of `rows` rows (a multiple of 16) with a matrix; `norm` is the norm's epsilon.
 
     ahead: the weights are worth asking for while the kernel before is still running.
+    summed: x is what an ADDED product left in these rows, and so are its sums of squares.
     """
     least = turn.wide if turn is not None and turn.query_norm is not None else 16
+    width = matrix.outer if kind is ADDED else matrix.inner
+    size, count = grain(width), lanes(width)
+    if kind is ADDED:
+        least = max(least, size)
     split, outer, inner = matrix.split, up(matrix.outer, 16), matrix.weight.shape[1]
-    chosen = layout or tiles(matrix.outer, inner, rows, least=least, normed=norm is not None)
+    chosen = layout or tiles(matrix.outer, inner, rows, least=least)
     columns = -(-outer // chosen.bn)
     tiles_m = rows // chosen.bm
     eps, none, t = 0.0 if norm is None else norm, scratch.nothing, turn
     result = out if out is not None else low
     assert result is not None
-    launch: dict[str, Any] = {"num_warps": chosen.warps, "enable_fp_fusion": False, "PDL": pdl}
+    extra: dict[str, Any] = {"enable_fp_fusion": False}
     if pdl:
-        launch["launch_pdl"] = True
+        extra["launch_pdl"] = True
     common = {
         "BM": chosen.bm, "BN": chosen.bn, "KIND": kind, "BIAS": matrix.bias is not None,
         "GATHER": gather is not None,
@@ -404,31 +271,28 @@ def linear(
         none if out is None else out, none if low is None else low,
     )  # fmt: skip
     chooser = none if gather is None else gather
-    small, how = matrix.outer * inner < SMALL, UNSCALED
+    small, bulk = matrix.outer * inner < SMALL, chosen.bulk and pdl and gather is None
     chains = chains_of(inner) if small else 1
     hop = inner // split // chains
     step = chosen.step if hop % chosen.step == 0 else STEP
-    if norm is not None:
-        how = NORMED
-        extra = {"launch_pdl": True} if pdl else {}
-        options = {"GATHER": gather is not None, "PDL": pdl, "enable_fp_fusion": False, **extra}
-        if small and rows > SHORT_ROWS:
-            how = KNOWN
-            gram_factor_kernel[(rows // 16,)](
-                x, scratch.factors, chooser, x.stride(0), hop,
-                float(matrix.inner), eps, BK=STEP, CHAINS=chains, num_warps=2, **options,
-            )  # fmt: skip
-        elif not small:
-            how = KNOWN
-            factor_kernel[(rows,)](
-                x, scratch.factors, chooser, x.stride(0), matrix.inner, eps,
-                WIDTH=triton.next_power_of_2(matrix.inner), num_warps=8, **options,
-            )  # fmt: skip
+    grouped = {"GRAIN": size, "LEVELS": size.bit_length() - 1, "LANES": count}
+    if norm is not None and not summed:
+        squares_kernel[(rows,)](
+            x, scratch.sums, chooser, x.stride(0), matrix.inner,
+            WIDTH=triton.next_power_of_2(matrix.inner), GATHER=gather is not None, PDL=pdl,
+            num_warps=8 if matrix.inner > 2048 else 2, **grouped, **extra,
+        )  # fmt: skip
     fan = chosen.fan and rows * columns * split * chosen.bn <= len(scratch.partial)
     lines = min(triton.next_power_of_2(-(-inner // split // 64)), 64 if ahead else chosen.lines)
+    source, weight = x, matrix.weight
+    if bulk:
+        lines = 0
+        source, weight = matrix.bulk(x, chosen.bm, chosen.bn)
     linear_kernel[(tiles_m * columns * (split if fan else 1),)](
-        x, matrix.weight, *ends, scratch.factors, chooser, scratch.partial, scratch.tickets,
+        source, weight, *ends, scratch.sums, chooser, scratch.partial, scratch.tickets,
         *turning, tiles_m, x.stride(0), result.stride(0), inner // split, hop,
-        float(matrix.inner), eps, BK=step, SPLIT=split, FAN=fan, NORM=how, CHAINS=chains,
-        LINES=lines, LATE=chosen.late, STAGES=chosen.stages, **common, **launch,
+        float(matrix.inner), eps, BK=step, SPLIT=split, FAN=fan, NORM=norm is not None,
+        CHAINS=chains, LINES=lines, LATE=chosen.late, STAGES=chosen.stages, PDL=pdl, BULK=bulk,
+        LANE_LEVELS=count.bit_length() - 1, GROUPS=-(-width // size), num_warps=chosen.warps,
+        **common, **grouped, **extra,
     )  # fmt: skip

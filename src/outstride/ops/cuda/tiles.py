@@ -265,7 +265,7 @@ class Describer:
         near: tuple[int, Words] | None = None
         plain = ordinary(span, self.card.page_size)
         if plain:
-            per = self.card.tile(count) // self.card.group
+            per = self.card.tile(count, context + count) // self.card.group
             ends = range(context + per - 1, context + count - 1, per)
             blocks = [end // KEYS for end in (*ends, context + count - 1)]
             key: tuple[object, ...] = (rows, count, window, *blocks, *lows)
@@ -296,10 +296,12 @@ class Describer:
         """Works it out; `known` is what `_near` says of the first span, if that has been asked."""
         card = self.card
         plain = [ordinary(span, card.page_size) for span in live]
-        longest = max(
-            len(s.graph.tokens) - s.first if p else 1 for s, p in zip(live, plain, strict=True)
-        )
-        tile = card.tile(longest)
+        longest, end = 1, 0
+        for span, simple in zip(live, plain, strict=True):
+            if simple:
+                longest = max(longest, len(span.graph.tokens) - span.first)
+                end = max(end, len(span.table.positions) + len(span.graph.tokens))
+        tile = card.tile(longest, end)
         for shared in (True, False):
             tiles = _Tiles(windows, card, tile)
             for span, simple in zip(live, plain, strict=True):

@@ -11,7 +11,7 @@ import torch
 from outstride.core.graph import FloatArray, IntArray
 from outstride.ops.cuda.layout import BEST, HEAD_ROWS, Words
 
-RING = 4
+RING = 8
 """Transfers that may be under way."""
 
 
@@ -48,14 +48,18 @@ class Ring:
 class Reply:
     """The tokens of one pass, on their way to the host."""
 
-    def __init__(
-        self, source: Any, sums: Any, event: Any, stream: Any, count: int, place: int
-    ) -> None:
+    def __init__(self, source: tuple[Any, ...], event: Any, stream: Any, count: int, place: int):
         self.place = place
         """Which row of the replies they come to."""
+        self.length = 0
+        """How long a chain was asked for."""
         self.sums: FloatArray | None = None
         """What they were compared by, where that comes too; there after `wait`."""
-        self._source, self._sums, self._event, self._stream = source, sums, event, stream
+        self.chain: IntArray | None = None
+        """The likeliest chain through them, where that was asked for; there after `wait`."""
+        self.chances: FloatArray | None = None
+        """How sure the part is of each token of the chain."""
+        self._source, self._event, self._stream = source, event, stream
         self._count = count
         self._tokens: IntArray | None = None
 
@@ -69,24 +73,35 @@ class Reply:
         if self._tokens is None:
             if self._event is not None:
                 self._event.synchronize()
-            self._tokens = self._source[: self._count].astype(np.int64)
-            if self._sums is not None:
-                self.sums = self._sums[: self._count].copy()
+            tokens, *further = self._source
+            self._tokens = tokens[: self._count].astype(np.int64)
+            if further:
+                sums, chain, chances = further
+                self.sums = sums[: self._count].copy()
+                if self.length:
+                    self.chain = chain[: self.length].astype(np.int64)
+                    self.chances = chances[: self.length].copy()
         return self._tokens
 
 
 class Replies:
-    """Memory of the host to which the card writes tokens, and what they were compared by if asked."""
+    """Memory of the host to which the card writes tokens.
 
-    def __init__(self, device: torch.device, *, sums: bool = False) -> None:
+    guesses: they are a part's. What they were compared by comes, too, and the chain through them.
+    """
+
+    def __init__(self, device: torch.device, *, guesses: bool = False) -> None:
         pinned = device.type == "cuda"
-        self.memory = torch.zeros(RING, HEAD_ROWS, BEST, dtype=torch.int32, pin_memory=pinned)
-        self._rows = self.memory.numpy()
-        self.sums: torch.Tensor | None = None
-        self._sums: Any = [None] * RING
-        if sums:
-            self.sums = torch.zeros(RING, HEAD_ROWS, BEST, dtype=torch.float32, pin_memory=pinned)
-            self._sums = self.sums.numpy()
+
+        def room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(RING, *shape, dtype=dtype, pin_memory=pinned)
+
+        self.memory = room(HEAD_ROWS, BEST)
+        self.sums = room(HEAD_ROWS, BEST, dtype=torch.float32) if guesses else None
+        self.chains = room(BEST)
+        self.chances = room(BEST, dtype=torch.float32)
+        further = (self.sums, self.chains, self.chances) if self.sums is not None else ()
+        self._rows = list(zip(*(made.numpy() for made in (self.memory, *further)), strict=True))
         self._events = [torch.cuda.Event() if pinned else None for _ in range(RING)]
         self._stream = torch.cuda.current_stream(device) if pinned else None
         self._held: list[Reply | None] = [None] * RING
@@ -98,7 +113,7 @@ class Replies:
         held = self._held[at]
         if held is not None:
             held.wait()
-        reply = Reply(self._rows[at], self._sums[at], self._events[at], self._stream, count, at)
+        reply = Reply(self._rows[at], self._events[at], self._stream, count, at)
         self._held[at] = reply
         return reply
 

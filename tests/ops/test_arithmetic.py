@@ -11,7 +11,7 @@ import torch
 
 from outstride.core.graph import block, chain, tree
 from outstride.core.sequence import Table
-from outstride.ops import reference as ops
+from outstride.ops import arithmetic as ops
 from outstride.ops.contract import Span
 from outstride.ops.plan import plan
 

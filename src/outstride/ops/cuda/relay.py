@@ -1,0 +1,206 @@
+"""`Relay`: the draft and the pass over it that follow a drafted pass, launched right behind it.
+
+Where a trained part drafts a chain, what follows a pass over it is known but for one number: how many
+of its tokens held. The card finds that number itself. So the part's next pass and the pass over what
+it will draft are described as if all had held, launched at once, and moved back by the card to where
+the sequence then stands (`back`). They are under way while the host still reads, decides, plans
+and asks; if it asks for just these, the answers are there. If it asks for something else, they were
+in vain and no harm is done, for the reasons given in `steps`: all that they wrote stands behind what
+the sequence holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from outstride.core.contracts import Work
+from outstride.core.graph import IntArray
+from outstride.core.proposal import Proposal
+from outstride.core.sequence import Table
+from outstride.ops.cuda.layout import (
+    COLUMNS,
+    FIELDS,
+    HEADER,
+    KEYS,
+    LEVEL,
+    PAGED,
+    Card,
+    Layout,
+    compose,
+)
+
+if TYPE_CHECKING:
+    from outstride.ops.cuda.ahead import Ask
+    from outstride.ops.cuda.transfer import Reply
+
+NODES, ITEMS, ITEMS_AT, PAGES_AT, SLACK = 2, 3, 4, 5, 6
+"""Words of the header of a pass that is moved back: how many nodes it has, how many items of attention
+and where they begin, where its pages begin, and by how much it is moved at the most."""
+MOST = 512
+"""Items that may be moved."""
+
+
+class Mould:
+    """Describes passes of one kind; most of a description is the same in the next one.
+
+    level: the nodes all see each other; else they are a chain.
+    """
+
+    def __init__(self, windows: Sequence[int | None], card: Card, *, level: bool) -> None:
+        (self._window,) = windows
+        self._card, self._level = card, level
+        self._made: Layout | None = None
+        self._key: tuple[int, ...] = ()
+        self._context = 0
+        self._edges: list[int] = []
+        """What decides which blocks are read: places, counted from the context on."""
+
+    def layout(
+        self, context: int, slack: int, nodes: int, pages: Sequence[int], rows: int
+    ) -> Layout | None:
+        """A pass over so many nodes behind `context` entries, or up to `slack` fewer.
+
+        None if it has too many items to be moved.
+        """
+        made, here = self._made, (nodes, slack, rows)
+        if (
+            made is None
+            or self._key[:3] != here
+            or self._key[3:] != tuple((context + edge) // KEYS for edge in self._edges)
+        ):
+            made = self._compose(context, slack, nodes, rows)
+            if made is None:
+                return None
+        words = np.empty(made.pages + len(pages), dtype=np.int32)
+        words[: made.pages] = made.words[: made.pages]
+        words[made.pages :] = pages
+        start = HEADER + rows
+        words[start : start + nodes] += context - self._context
+        begin = made.windows[0]
+        items = words[begin : begin + words.item(ITEMS) * FIELDS].reshape(-1, FIELDS)
+        items[:, 11:13] += context - self._context
+        return replace(made, words=words)
+
+    def _compose(self, context: int, slack: int, nodes: int, rows: int) -> Layout | None:
+        card, level, window = self._card, self._level, self._window
+        tile = card.tile(1 if level else nodes)
+        starts = np.arange(0, nodes, tile // card.group)
+        some = np.minimum(tile // card.group, nodes - starts)
+        lasts = np.full_like(starts, nodes - 1) if level else starts + some - 1
+        found = np.zeros((len(starts), COLUMNS), dtype=np.int64)
+        found[:, 0], found[:, 1] = starts, some
+        found[:, 3] = LEVEL if level else PAGED
+        found[:, 4] = found[:, 8] = (context + lasts) // KEYS + 1
+        found[:, 6] = context + nodes if level else context + starts + 1
+        found[:, 7] = context + starts
+        edges = lasts.tolist()
+        if window is not None:
+            found[:, 5] = np.maximum(context + starts - slack - window + 1, 0) // KEYS
+            edges += (starts - slack - window + 1).tolist()
+        entries, nothing = context + np.arange(nodes), np.zeros(0, dtype=np.int32)
+        made = compose(
+            np.zeros_like(entries), entries, entries, [found], nothing, nothing, rows, tile, card
+        )
+        items = made.words[made.windows[0] : made.end].reshape(-1, FIELDS)
+        live = int(np.count_nonzero(items[:, 1]))
+        if live > MOST:
+            return None
+        made.words[[NODES, ITEMS, ITEMS_AT]] = nodes, live, made.windows[0]
+        made.words[[PAGES_AT, SLACK]] = made.pages, slack
+        self._made, self._context, self._edges = made, context, edges
+        self._key = (nodes, slack, rows, *((context + edge) // KEYS for edge in edges))
+        return made
+
+
+@dataclass(slots=True)
+class Relay:
+    """Two passes that are under way: a draft behind a pass over a chain, and the pass over it."""
+
+    table: Table
+    context: int
+    """How many entries the sequence has if nothing of the chain held."""
+    drafted: IntArray
+    """The chain."""
+    before: Reply
+    """What the target chose behind each of its nodes."""
+    pages: list[int]
+    known: int
+    """How many of these the sequence had; the others are kept for such purposes."""
+    part: Proposal
+    """What the part was asked last."""
+    ask: Ask
+    """What the target was asked last."""
+    draft: Reply | None = None
+    judged: Reply | None = None
+    _held: int = -1
+
+    @property
+    def held(self) -> int:
+        """How much of the chain held."""
+        if self._held < 0:
+            wrong = np.flatnonzero(self.before.wait()[: len(self.drafted), 0] != self.drafted)
+            self._held = int(wrong[0]) if len(wrong) else len(self.drafted)
+        return self._held
+
+    def _here(self, piece: Work, page_size: int) -> bool:
+        """Whether a piece of work stands where these passes stand."""
+        table, graph, place = piece.table, piece.proposal.graph, self.context + self.held
+        root = self.before.wait()[self.held, 0]
+        if (
+            table is not self.table
+            or piece.first
+            or len(table.positions) != place
+            or table.stale
+            or not table.ordered
+            or graph.positions.item(0) != place
+            or graph.tokens.item(0) != root
+        ):
+            return False
+        return all(
+            slot == self.pages[entry // page_size] * page_size + entry % page_size
+            for entry, slot in enumerate(piece.slots.tolist(), start=place)
+            if entry // page_size < self.known
+        )
+
+    def drafts(self, piece: Work, page_size: int) -> bool:
+        """Whether this work is the draft."""
+        proposal, part = piece.proposal, self.part
+        return (
+            proposal.graft == part.graft
+            and proposal.hidden is None
+            and (proposal.wants is part.wants or proposal.wants == part.wants)
+            and proposal.draw == part.draw
+            and proposal.offset == part.offset
+            and np.array_equal(proposal.graph.tokens[1:], part.graph.tokens[1:])
+            and self._here(piece, page_size)
+        )
+
+    def judges(self, piece: Work, page_size: int) -> bool:
+        """Whether this work is the pass over what was drafted."""
+        proposal, graph = piece.proposal, piece.proposal.graph
+        if self.draft is None or proposal.graft:
+            return False
+        self.draft.wait()
+        chain, count = self.draft.chain, len(self.drafted)
+        return (
+            chain is not None
+            and self.ask.again(proposal)
+            and proposal.given == 1
+            and graph.is_chain
+            and len(graph.tokens) == count + 1
+            and np.array_equal(graph.tokens[1:], chain[:count])
+            and self._here(piece, page_size)
+        )
+
+    def strays(self, piece: Work, page_size: int) -> list[tuple[int, int]]:
+        """Entries of the pass over the chain that stand in pages of nobody, and where they belong."""
+        place = self.context + self.held
+        return [
+            (self.pages[entry // page_size] * page_size + entry % page_size, slot)
+            for entry, slot in enumerate(piece.slots.tolist(), start=place)
+            if entry // page_size >= self.known
+        ]

@@ -1,0 +1,69 @@
+"""`auto` where a trained part finds chains itself: it drafts these alone, as long as they hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outstride import registry
+from outstride.core.params import SamplingParams
+from outstride.core.proposal import TARGET
+from outstride.core.sequence import Sequence
+from outstride.engine.cost import Cost
+from outstride.engine.engine import Engine
+from outstride.models.decoder import Decoder
+from outstride.models.grafts import attach
+from tests.models.drive import random_decoder, tiny, tokens
+from tests.models.test_grafts import part_tensors, write_part
+from tests.models.test_relay import bigrams
+
+CHEAP = {1: 1.0, 2: 1.01, 8: 1.05, 64: 1.3}
+"""Seconds of passes by nodes, as on a card."""
+
+
+def generate(
+    model: Decoder, spec: str, prompt: list[int], temperature: float, part: str = ""
+) -> Sequence:
+    method = registry.build(f"{spec}:from={part}" if part else spec)
+    engine = Engine({TARGET: model}, cost=Cost(CHEAP, frozen=True))
+    params = SamplingParams(max_tokens=80, temperature=temperature, seed=3, ignore_eos=True)
+    sequence = engine.submit(prompt, params, method)
+    while engine.busy:
+        engine.step()
+    assert sequence.error is None
+    return sequence
+
+
+@pytest.fixture
+def model() -> Decoder:
+    registry.discover()
+    return random_decoder(tiny(layers=3, tied=True), pages=64, rounded=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_part_that_is_right_drafts_alone(
+    model: Decoder, tmp_path: Path, temperature: float
+) -> None:
+    config, prompt = tiny(layers=3, tied=True), tokens(20)
+    plain = generate(model, "plain", prompt, temperature)
+    part = part_tensors(config)
+    bigrams(part, list(plain.tokens))
+    attach(model, "part", write_part(tmp_path / "part", config, part), "abc")
+    model.grafts["part"] = replace(model.grafts["part"], swift=True)
+    found = generate(model, "auto", prompt, temperature, "part")
+    assert found.tokens == plain.tokens
+    assert found.counts.passes < plain.counts.passes
+
+
+def test_a_part_that_is_wrong_is_left_alone(model: Decoder, tmp_path: Path) -> None:
+    config, prompt = tiny(layers=3, tied=True), tokens(20)
+    plain = generate(model, "plain", prompt, 0.0)
+    folder = write_part(tmp_path / "part", config, part_tensors(config))
+    attach(model, "part", folder, "abc")
+    model.grafts["part"] = replace(model.grafts["part"], swift=True)
+    found = generate(model, "auto", prompt, 0.0, "part")
+    assert found.tokens == plain.tokens
+    assert found.counts.sources.get("block-drafter", 0) < 8
+    assert found.counts.other_passes < 0.5 * found.counts.passes

@@ -1,0 +1,125 @@
+"""Drafts and passes that are launched before they are asked for: the text is that of plain decoding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from outstride import registry
+from outstride.core.contracts import Method
+from outstride.core.params import SamplingParams
+from outstride.core.proposal import TARGET
+from outstride.engine.engine import Engine
+from outstride.models.decoder import Decoder
+from outstride.models.grafts import attach
+from outstride.ops.cuda import available
+from tests.models.drive import random_decoder, tiny, tokens
+from tests.models.test_grafts import card, part_tensors, write_part
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not available(), reason="needs an NVIDIA card and Triton"),
+]
+LENGTH = 60
+
+
+def generate(
+    model: Decoder, method: Method, prompt: list[int], *, temperature: float = 0.0, others: int = 0
+) -> list[int]:
+    """The tokens of a request, with some others beside it that come and go."""
+    engine = Engine({TARGET: model})
+    params = SamplingParams(max_tokens=LENGTH, temperature=temperature, seed=3, ignore_eos=True)
+    sequence = engine.submit(prompt, params, method)
+    steps = 0
+    while engine.busy:
+        if others and steps % 9 == 5:
+            short = SamplingParams(max_tokens=3, ignore_eos=True)
+            engine.submit(tokens(5, seed=steps), short, registry.build("plain"))
+        engine.step()
+        steps += 1
+        if steps % 9 == 5:
+            others -= 1
+    assert sequence.error is None
+    return list(sequence.tokens)
+
+
+def bigrams(tensors: dict[str, torch.Tensor], said: list[int]) -> None:
+    """Makes a part guess, of the sixteen tokens that are said most, the one that followed last time."""
+    listed = sorted(token for token, _ in Counter(said).most_common(16))
+    place = {token: i for i, token in enumerate(listed)}
+    before, after = torch.zeros(len(listed) + 1, 16), 1000 * torch.eye(len(listed), 16)
+    for one, two in pairwise(said):
+        if two in place:
+            row = place.get(one, len(listed))
+            before[row] = 0
+            before[row, place[two]] = 1
+    tensors["vocabulary"] = torch.tensor(listed, dtype=torch.int32)
+    tensors["follow.before.weight"], tensors["follow.after.weight"] = before, after
+
+
+@pytest.fixture
+def model() -> Decoder:
+    registry.discover()
+    return random_decoder(tiny(layers=3, tied=True), pages=64, make_ops=card, rounded=True)
+
+
+def drafting(part: str) -> Method:
+    method = registry.build("block-drafter:width=1,nodes=4")
+    method.drafter.grafts = (part,)
+    return method
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_text_is_that_of_plain_decoding(
+    model: Decoder, tmp_path: Path, temperature: float, window: int | None
+) -> None:
+    config = tiny(layers=3, tied=True)
+    taken = Counter[bool]()
+    for seed in range(3):
+        prompt = tokens(20 + 45 * seed, seed=seed)
+        plain = generate(model, registry.build("plain"), prompt, temperature=temperature)
+        part = part_tensors(config)
+        bigrams(part, plain)
+        name = f"part {seed}"
+        attach(model, name, write_part(tmp_path / name, config, part, window=window), "abc")
+        foresight = model.ops._foresight  # type: ignore[attr-defined]
+        match = foresight._match_relay
+
+        def counted(relay: object, work: object, match: object = match) -> object:
+            found = match(relay, work)  # type: ignore[operator]
+            taken[found is not None] += 1
+            return found
+
+        foresight._match_relay = counted
+        drafted = drafting(name)
+        assert generate(model, drafted, prompt, temperature=temperature) == plain
+        assert generate(model, drafted, prompt, temperature=temperature, others=4) == plain
+        foresight._match_relay = match
+    assert taken[True] > 3 * taken[False], "what was launched ahead was mostly in vain"
+
+
+def test_a_wrong_count_of_what_held_is_noticed(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted fault: the card takes one token more for held than did."""
+    from outstride.ops.cuda import back, launch
+
+    config, prompt = tiny(layers=3, tied=True), tokens(30)
+    plain = generate(model, registry.build("plain"), prompt)
+    part = part_tensors(config)
+    bigrams(part, plain)
+    attach(model, "part", write_part(tmp_path / "part", config, part), "abc")
+    right = back.move_back
+
+    def wrong(words, best, drafted, state, *others, draft):  # type: ignore[no-untyped-def]
+        right(words, best, drafted, state, *others, draft=draft)
+        if draft:
+            state[0] = torch.clamp(state[0] - 1, min=0)
+
+    monkeypatch.setattr(launch, "move_back", wrong)
+    assert generate(model, drafting("part"), prompt) != plain
