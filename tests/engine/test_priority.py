@@ -6,7 +6,8 @@ from outstride import SamplingParams, registry
 from outstride.core.sequence import Sequence
 from outstride.engine.cost import Cost
 from outstride.engine.engine import Engine
-from outstride.engine.scheduler import PATIENCE, PROGRESS, Limits
+from outstride.engine.pieces import PATIENCE, PROGRESS
+from outstride.engine.scheduler import Limits
 from outstride.models.toy import Toy
 
 registry.discover()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -18,9 +19,10 @@ from outstride.core.contracts import Pending, Work
 from outstride.core.proposal import TARGET
 from outstride.engine import cost as cost_module
 from outstride.engine import engine as engine_module
+from outstride.engine import pieces as pieces_module
 from outstride.engine.cost import FULL, TILE, Cost, Reading, evened, measure
 from outstride.engine.engine import Engine
-from outstride.engine.scheduler import PATIENCE, PROGRESS
+from outstride.engine.pieces import MOST, PATIENCE, PROGRESS, Reader, foreseen, spare
 from outstride.models.toy import Toy
 
 registry.discover()
@@ -37,8 +39,6 @@ class Timed:
     jitter: float = 0.0
     toy: Toy = field(default_factory=lambda: Toy(context=4096, pages=2048))
     now: float = 0.0
-    alone: float = 0.0
-    """What the last pass would have taken without the prompt."""
     random: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __post_init__(self) -> None:
@@ -48,7 +48,6 @@ class Timed:
     def forward(self, work: Sequence[Work]) -> Pending:
         noise = 1.0 + self.jitter * self.random.random()
         self.now += noise * self._seconds(work)
-        self.alone = noise * self._seconds([item for item in work if len(item.proposal.graph) == 1])
         return self._forward(work)
 
     def _seconds(self, work: Sequence[Work]) -> float:
@@ -61,23 +60,29 @@ class Timed:
 
 
 def waits(timed: Timed, patch: pytest.MonkeyPatch, length: int = 3000) -> list[float]:
-    """How many times as long as without it steps take in which a prompt is read while 8 talk."""
+    """How many times as long as usual steps take in which a prompt is read while 8 talk.
+
+    What is usual is the median of the steps just before it came.
+    """
     clock = SimpleNamespace(perf_counter=lambda: timed.now)
     patch.setattr(cost_module, "time", clock)
     patch.setattr(engine_module, "time", clock)
     engine = Engine({TARGET: timed.toy})
     engine.scheduler.cost = measure(timed.toy, engine.passes.pools[TARGET], 256, reading=True)
-    params = SamplingParams(max_tokens=900, ignore_eos=True)
+    params = SamplingParams(max_tokens=1500, ignore_eos=True)
     talking = [engine.submit([5, 6, i], params, PLAIN) for i in range(8)]
-    for _ in range(40):
+
+    def step() -> float:
+        before = timed.now
         engine.step()
+        return timed.now - before
+
+    usual = median([step() for _ in range(40)][10:])
     prompt = [1 + i % 20 for i in range(length)]
     long = engine.submit(prompt, SamplingParams(max_tokens=1), PLAIN)
     found = []
     while not long.output:
-        before = timed.now
-        engine.step()
-        found.append((timed.now - before) / timed.alone)
+        found.append(step() / usual)
     steps = engine.ledger.steps
     assert all(len(sequence.output) == steps for sequence in talking)  # nobody missed a pass
     return found
@@ -87,33 +92,83 @@ def waits(timed: Timed, patch: pytest.MonkeyPatch, length: int = 3000) -> list[f
 def test_nobody_waits_three_times_as_long_as_usual(
     monkeypatch: pytest.MonkeyPatch, jitter: float
 ) -> None:
-    found = waits(Timed(jitter=jitter), monkeypatch)
+    found = waits(Timed(look=0.0003, fetch=0.001, jitter=jitter), monkeypatch)
     assert max(found) <= 3
-    assert sorted(found)[int(0.95 * len(found))] <= 2
+    assert sorted(found)[int(0.95 * len(found))] <= 2.7
     assert sum(found) / len(found) > 0.9 * PATIENCE  # and what there is of time is used
+
+
+def test_no_other_patience_makes_the_longest_wait_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is dear here: in three times the usual, no rule reads 3,000 tokens to their end."""
+    found = waits(Timed(), monkeypatch)
+    others = {}
+    for patience in (2.4, 3.0, 3.4, 3.8):
+        monkeypatch.setattr(pieces_module, "PATIENCE", patience)
+        monkeypatch.setattr(pieces_module, "MOST", patience)
+        others[patience] = waits(Timed(), monkeypatch)
+    assert max(found) < 1.05 * min(map(max, others.values()))
+    assert max(found) < 0.9 * max(others[2.4])
+    assert len(found) < 0.6 * len(others[2.4])  # and the prompt is read sooner
+
+
+def test_a_short_prompt_asks_for_no_more_patience_than_usual(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert max(waits(Timed(), monkeypatch, length=500)) <= 1.05 * PATIENCE
+
+
+def test_patience_is_what_it_takes() -> None:
+    cost = Cost({1: 6.4, 64: 31.6}, frozen=True)
+    cost.reading = Reading(0.4, 0.0006, 0.003)
+    needed = [foreseen(cost, Reader(1, 0, size), 10.0, 10.0, 0.03) for size in (100, 2000, 3000)]
+    assert needed[0] == PATIENCE < needed[1] < needed[2] < MOST
+    assert foreseen(cost, Reader(1, 0, 100_000), 10.0, 10.0, 0.03) == MOST
+    # those who have grown leave less of what was usual
+    assert foreseen(cost, Reader(1, 2000, 1000), 10.0, 15.0, 0.03) > needed[1]
+
+
+def test_drafts_shrink_while_somebody_reads() -> None:
+    cost, eight = Cost({1: 6.0, 65: 38.0}), [(1, 128)] * 8
+    for _ in range(40):
+        cost.observe(24, 17.5, (), [(3, 128)] * 8)
+    reading = [(20, 500)]
+    room = spare(cost, reading, eight, 200)
+    curve = cost.curve(256)
+    spent = cost.talking(eight) + cost.reading.seconds(*reading[0]) - curve[8]
+    assert 0 < room < 200
+    assert spent + curve[8 + room] <= PATIENCE * cost.usual < spent + curve[9 + room]
+    assert spare(cost, [(200, 3000)], eight, 200) == 0
+    assert spare(cost, reading, eight, 3) == 3
 
 
 def test_where_reading_costs_only_by_the_node_pieces_stay_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = waits(Timed(look=0.0, fetch=0.0), monkeypatch)
-    assert max(found) <= 3
+    assert max(found) <= 1.05 * PATIENCE
     assert len(found) < 200  # of 3,000 tokens
 
 
 def test_what_was_not_foreseen_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind many entries passes are three times as slow as where it was measured: caches end."""
-    timed = Timed()
-    plain = timed.forward
+    """Beside others, pieces are three times as dear as they were where it was measured: alone."""
 
-    def steep(work: Sequence[Work]) -> Pending:
-        deep = sum(max(len(item.table) - 2200, 0) for item in work)
-        timed.now += 0.009 * deep
-        return plain(work)
+    def dear() -> list[float]:
+        timed = Timed(look=0.0002, fetch=0.001)
+        plain = timed.forward
 
-    timed.toy.forward = steep  # type: ignore[method-assign]
-    late = [ratio > 3 for ratio in waits(timed, monkeypatch)]
-    assert sum(late) <= 0.05 * len(late)
+        def forward(work: Sequence[Work]) -> Pending:
+            if len(work) > 1:
+                timed.now += 0.8 * sum(max(len(item.proposal.graph) - 1, 0) for item in work)
+            return plain(work)
+
+        timed.toy.forward = forward  # type: ignore[method-assign]
+        return waits(timed, monkeypatch, length=1200)
+
+    learnt = dear()
+    monkeypatch.setattr(Reading, "observe", lambda *_: None)
+    blind = dear()
+    assert sum(ratio > 2.5 for ratio in learnt) <= 0.05 * len(learnt)
+    assert sum(ratio > 2.5 for ratio in blind) > 0.5 * len(blind)
 
 
 def test_a_prompt_that_cannot_be_read_in_time_is_read_all_the_same(
@@ -132,8 +187,8 @@ def test_the_largest_piece_that_fits() -> None:
 
 
 def test_no_tile_is_begun_for_a_few_nodes() -> None:
-    assert [evened(8, most) for most in (0, 4, 8, 9, 13, 14, 23, 24, 30)] == [
-        *(0, 4, 8, 8, 8, 14, 23, 24, 24)
+    assert [evened(8, most) for most in (0, 4, 8, 9, 10, 11, 23, 24, 30, 33)] == [
+        *(0, 4, 8, 8, 8, 11, 23, 24, 24, 33)
     ]
     for beside in range(1, 40):
         for most in range(60):

@@ -52,9 +52,17 @@ def test_gaps_and_their_plot(
 ) -> None:
     usual = measured.gaps
     small: Any = {"running": 3, "words": 300, "warm": 0.3, "tokens": 600}
-    monkeypatch.setattr(measured, "gaps", lambda client, model: usual(client, model, **small))
+    asked: list[str] = []
+
+    def shorter(client: Any, model: str, *, method: str) -> Any:
+        asked.append(method)
+        return usual(client, model, method=method, **small)
+
+    monkeypatch.setattr(measured, "gaps", shorter)
     plot = tmp_path / "gaps.svg"
-    values = bench(server, capsys, "--gaps", "--plot", str(plot))
+    bench(server, capsys, "--gaps")
+    values = bench(server, capsys, "--gaps", "auto", "--plot", str(plot))
+    assert asked == ["plain", "auto"]
     summary = validate(values)["summary"]["gaps"]
     assert summary["longest_gap_ms"] >= summary["usual_gap_ms"] > 0
     assert summary["ratio"] >= 1
@@ -101,3 +109,23 @@ def test_a_soak_that_goes_wrong_fails(
 def test_nonsense_is_refused(options: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", *options]) == 1
     assert "must be positive" in capsys.readouterr().err
+
+
+def test_a_killed_engine(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    before = server.engine()
+    values = bench(server, capsys, "--kill", str(server.process.pid))
+    found = validate(values)["summary"]["kill"]
+    assert server.engine() != before
+    assert found["serves_again"]
+    assert found["silent"] == 0
+    assert sum(found["outcomes"].values()) == found["clients"] == 16
+    assert set(found["outcomes"]) <= {"answered", "error"}
+    assert 0 < found["told_s"] < found["ready_again_s"] < 60
+
+
+def test_a_process_without_an_engine_is_refused(
+    server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "serve", "--url", server.url, "--model", "tiny", *FEW]
+    assert main([*words, "--kill", str(server.engine())]) != 0
+    assert "give the process id of `outstride serve`" in capsys.readouterr().err

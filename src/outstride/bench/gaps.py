@@ -83,8 +83,9 @@ async def gaps(
     words: int = 3000,
     warm: float = 2.5,
     tokens: int = 1500,
+    method: str = "plain",
 ) -> Gaps:
-    """Running requests decode plainly for `warm` seconds; then a long prompt comes."""
+    """Running requests decode for `warm` seconds, with a method; then a long prompt comes."""
     salt = str(time.time())
     end = math.inf
 
@@ -98,7 +99,7 @@ async def gaps(
             "ignore_eos": True,
             "cache_salt": salt,  # a prompt that was read before would not be read again
             # with its trace, a token is told even if its text is held back as half a character
-            "outstride": {"method": "plain", "trace": True},
+            "outstride": {"method": method, "trace": True},
         }
 
     async def talk(number: int) -> Streamed:

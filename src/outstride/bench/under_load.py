@@ -20,6 +20,7 @@ class ServeReport:
     found: list[dict[str, Any]] = field(default_factory=list)
     gaps: dict[str, Any] | None = None
     soak: dict[str, Any] | None = None
+    kill: dict[str, Any] | None = None
 
     def enter(self, url: str, number: int, load: Load) -> None:
         """One round of waiting clients."""
@@ -34,7 +35,9 @@ class ServeReport:
     @property
     def went_wrong(self) -> bool:
         failed = sum(sample["failed"] for sample in self.found)
-        return bool(failed or (self.soak or {}).get("wrong"))
+        kill = self.kill or {"silent": 0, "serves_again": True}
+        lost = kill["silent"] or not kill["serves_again"]
+        return bool(failed or (self.soak or {}).get("wrong") or lost)
 
     def samples(self) -> list[dict[str, Any]]:
         arrivals = ({"what": "arrival", **sample} for sample in self.arrivals.samples())
@@ -55,4 +58,6 @@ class ServeReport:
             summary["gaps"] = self.gaps
         if self.soak is not None:
             summary["soak"] = self.soak
+        if self.kill is not None:
+            summary["kill"] = self.kill
         return summary

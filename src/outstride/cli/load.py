@@ -46,13 +46,23 @@ def add(kinds: Any) -> None:
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="turns (default 1)")
     parser.add_argument("--method", default="auto", help="of the requests (default auto)")
     parser.add_argument(
-        "--gaps", action="store_true", help="8 requests decode and a prompt of 3,000 words arrives"
+        "--gaps",
+        nargs="?",
+        const="plain",
+        metavar="METHOD",
+        help="8 requests decode and a prompt of 3,000 words arrives (METHOD of all: default plain)",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="where the gaps are drawn, as SVG"
     )
     parser.add_argument(
         "--soak", type=float, metavar="SECONDS", help="64 clients do what clients do, for so long"
+    )
+    parser.add_argument(
+        "--kill",
+        type=int,
+        metavar="PID",
+        help="at last, kill the engine of the server with this process id under 16 clients",
     )
     parser.add_argument(
         "--rate",
@@ -124,7 +134,7 @@ async def _measure(args: argparse.Namespace, report: ServeReport, watch: Watch) 
     if args.against:
         servers.append((args.against, Client(args.against, args.api_key), {}))
     prompts = _prompts(args)
-    extras = bool(args.gaps or args.plot) + bool(args.soak)
+    extras = bool(args.gaps or args.plot) + bool(args.soak) + (args.kill is not None)
     watch.expected = args.rounds * len(servers) + len(args.rate) * args.requests + extras
     started = time.time()  # what was said in an earlier run must not help in this one
     for number in range(args.rounds):
@@ -157,6 +167,9 @@ async def _measure(args: argparse.Namespace, report: ServeReport, watch: Watch) 
         watch.tick()
     if args.soak:
         report.soak = await _soak(args, client)
+        watch.tick()
+    if args.kill is not None:
+        report.kill = await _kill(args, client)
         watch.tick()
 
 
@@ -201,7 +214,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 async def _gaps(args: argparse.Namespace, client: Any) -> dict[str, Any]:
     from outstride.bench.gaps import gaps, plot
 
-    found = await gaps(client, args.model)
+    found = await gaps(client, args.model, method=args.gaps or "plain")
     if args.plot:
         args.plot.write_text(plot(found), encoding="utf-8")
     said = found.to_dict()
@@ -216,6 +229,16 @@ async def _soak(args: argparse.Namespace, client: Any) -> dict[str, Any]:
     found = await soak(client, args.model, methods=exact_methods(), seconds=args.soak)
     _say(args, f"soak: {found.asked} requests, {len(found.wrong)} complaints")
     return found.to_dict()
+
+
+async def _kill(args: argparse.Namespace, client: Any) -> dict[str, Any]:
+    from outstride.bench.kill import kill
+
+    found = await kill(client, args.model, args.kill)
+    _say(
+        args, f"kill: ready again after {found['ready_again_s']} s, {found['silent']} left waiting"
+    )
+    return found
 
 
 def _say(args: argparse.Namespace, text: str) -> None:

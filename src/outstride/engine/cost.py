@@ -24,7 +24,7 @@ from outstride.core.sequence import Table
 
 TILE = 16
 """So many rows kernels take at a time: the next one costs more than those before it."""
-FULL = 0.6
+FULL = 0.75
 """A piece of a prompt that is cut where a tile ends keeps at least so much of itself."""
 KNOTS = (1, 2, 4, 8, TILE, TILE + 1, 32, 64)
 CACHED = 128
@@ -36,8 +36,8 @@ GUESSING, ASKING = 0.05, 0.3
 part and with one."""
 FURTHER = 0.35
 """What each further sequence adds to it."""
-STEPS = 31
-"""Of so many steps the one in the middle is the usual one."""
+STEPS, FEW = 127, 15
+"""Of so many steps, or of a few while there are no more, the one in the middle is the usual one."""
 FAR = 2048
 """Behind so many entries it is measured what reading costs there."""
 PIECE = 16
@@ -54,7 +54,8 @@ class Reading:
     parts that made up most of what was foreseen are corrected most.
     """
 
-    QUICK = 0.2
+    DEARER, CHEAPER = 0.35, 0.15
+    """How fast what was dearer than foreseen is believed, and what was cheaper: others wait for it."""
 
     def __init__(self, node: float, look: float = 0.0, fetch: float = 0.0) -> None:
         self.node, self.look, self.fetch = node, look, fetch
@@ -79,9 +80,10 @@ class Reading:
         node, look, fetch = map(sum, zip(*(self._parts(*piece) for piece in pieces), strict=True))
         foreseen = node + look + fetch
         ratio = min(max(seconds / foreseen, 0.5), 2.0)
-        self.node *= ratio ** (self.QUICK * node / foreseen)
-        self.look *= ratio ** (self.QUICK * look / foreseen)
-        self.fetch *= ratio ** (self.QUICK * fetch / foreseen)
+        quick = self.DEARER if ratio > 1.0 else self.CHEAPER
+        self.node *= ratio ** (quick * node / foreseen)
+        self.look *= ratio ** (quick * look / foreseen)
+        self.fetch *= ratio ** (quick * fetch / foreseen)
 
 
 class Cost:
@@ -109,7 +111,14 @@ class Cost:
         self._drift = 0.0
         self._paces: deque[float] = deque(maxlen=STEPS)
         """How long recent steps took, against the curve as it was at first: logarithms."""
+        self._seconds: deque[float] = deque(maxlen=STEPS)
+        """How long they took, less what reading prompts takes."""
         self._drafting = [share * self._values[0] for share in (GUESSING, ASKING)]
+
+    @property
+    def usual(self) -> float:
+        """Seconds of a usual step, drafts and all, without what reads prompts; 0 if none is known."""
+        return median(self._seconds) if len(self._seconds) >= FEW else 0.0
 
     def drafting(self, count: int, *, asking: bool) -> float:
         """Seconds that go by before a pass while drafts are made for so many sequences."""
@@ -150,7 +159,7 @@ class Cost:
 
     def _calm(self) -> float:
         """What is usual against what the curve says, which the last few steps may have pushed up."""
-        if len(self._paces) < STEPS:
+        if len(self._paces) < FEW:
             return 1.0
         return math.exp(min(median(self._paces) - self._drift, 0.0))
 
@@ -166,11 +175,14 @@ class Cost:
             return
         if pieces:
             if talking:
+                read = sum(self.reading.seconds(*piece) for piece in pieces)
+                self._seconds.append(max(seconds - read, 0.0))
                 self.reading.observe(pieces, seconds - self.talking(talking))
             return
         if talking:
             behind = sum(cached for _, cached in talking) / len(talking)
             self._behind += self.QUICK * (behind - self._behind)
+        self._seconds.append(seconds)
         ratio = min(max(seconds / self.curve(nodes)[nodes], 0.5), 2.0)
         self._paces.append(self._drift + math.log(ratio))
         self._drift += self.QUICK * math.log(ratio)

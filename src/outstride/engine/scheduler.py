@@ -25,14 +25,8 @@ from outstride.cache.pool import Moves, PagePool
 from outstride.core.contracts import Demand
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Sequence, Status, Table
-from outstride.engine.cost import Cost, evened
-
-PATIENCE = 1.7
-"""How many times as long as without it a pass may take because somebody's prompt is read in it. If
-more sequences read than talk, so many times more: then those who wait are the others."""
-PROGRESS = 4
-"""Nodes that a prompt may read in any case."""
-
+from outstride.engine.cost import Cost
+from outstride.engine.pieces import Chunking, Reader, Talker, spare
 
 PROMISE = 1.08
 """What drafting has to promise over not drafting: whoever picks the best estimates picks high ones."""
@@ -61,12 +55,18 @@ def pieces_of(shares: Iterable[Share]) -> tuple[list[tuple[int, int]], list[tupl
     """What of a pass reads prompts, and what talks: how many nodes, behind how many entries."""
     reading, talking = [], []
     for share in shares:
-        whole = share.given == share.pending
-        if not whole or (share.given > 1 and share.sequence.block is None):
+        if _reads(share):
+            whole = share.given == share.pending
             reading.append((share.given - whole, share.cached))
         else:
             talking.append((share.given + share.room, share.cached))
     return reading, talking
+
+
+def _reads(share: Share) -> bool:
+    """Whether it is a piece of a prompt, the last one too."""
+    whole = share.given == share.pending
+    return not whole or (share.given > 1 and share.sequence.block is None)
 
 
 @dataclass(slots=True)
@@ -119,6 +119,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._served: dict[int, int] = {}
         self._clock = 0
+        self._chunking = Chunking()
         self.cost: Cost | None = None
         """What passes cost; there as soon as a method wants the plan to weigh its nodes."""
 
@@ -179,6 +180,7 @@ class Scheduler:
             self.running,  # readers come last
             key=lambda s: (reads[s], served.get(s.id, 0), s.priority, s.id),
         )
+        self._chunking.begin(min((s.id for s in self.running if reads[s]), default=-1))
         preempted = False
         places = self.limits.sequences - len(self.running)
         readers = sum(reads.values()) + min(len(self.waiting), places)
@@ -188,7 +190,7 @@ class Scheduler:
                 continue
             room = budget
             if reads[sequence]:
-                room = self._readable(sequence, budget, readers, plan)
+                room = self._readable(sequence, pending[sequence], budget, readers, plan)
             share = self._least(sequence, pending[sequence], demands[sequence], room, plan)
             if share is None:
                 continue
@@ -199,30 +201,29 @@ class Scheduler:
             plan.shares.append(share)
         if not preempted:
             budget = self._admit(plan, demands, budget, readers)
+        pieces, talking = pieces_of(plan.shares)
+        if self.cost is not None and self.cost.usual and pieces and talking and budget > 0:
+            budget = spare(self.cost, pieces, talking, budget)
         budget = self._widen(plan, demands, budget)
         self._weigh(plan, demands, budget)
         for share in plan.shares:
             served[share.sequence.id] = self._clock
         return plan
 
-    def _readable(self, sequence: Sequence, budget: int, readers: int, plan: Plan) -> int:
-        """How much a prompt may read in a pass in which others talk, so that these hardly wait.
-
-        What a piece costs depends on how much of the prompt is cached already: later ones are smaller.
-        """
+    def _readable(
+        self, sequence: Sequence, pending: int, budget: int, readers: int, plan: Plan
+    ) -> int:
+        """How much a prompt may read in a pass in which others talk, so that these hardly wait."""
         pieces, talking = pieces_of(plan.shares)
         if self.cost is None or not talking or sequence.block is not None:
             return budget
-        reading = self.cost.reading
-        beside = sum(nodes for nodes, _ in talking)
-        patience = PATIENCE * max(1.0, readers / beside)
-        left = (patience - 1.0) * self.cost.talking(talking)
-        left -= sum(reading.seconds(*piece) for piece in pieces)
-        most = reading.fits(left, len(sequence.tables[TARGET]))
-        most = evened(beside + sum(nodes for nodes, _ in pieces), most)
-        if not pieces:
-            most = max(most, PROGRESS)
-        return min(budget, most)
+        talkers = [
+            Talker(share.sequence.id, share.given + share.room, share.cached)
+            for share in plan.shares
+            if not _reads(share)
+        ]
+        reader = Reader(sequence.id, len(sequence.tables[TARGET]), pending)
+        return min(budget, self._chunking.most(self.cost, reader, pieces, talkers, readers))
 
     def _pending(self, sequence: Sequence) -> int:
         if sequence.order:
@@ -284,8 +285,9 @@ class Scheduler:
                 self._pool.close(table)
                 break
             sequence.tables = {TARGET: table}
-            room = self._readable(sequence, budget, readers, plan)
-            share = self._least(sequence, self._pending(sequence), demand, room, plan)
+            pending = self._pending(sequence)
+            room = self._readable(sequence, pending, budget, readers, plan)
+            share = self._least(sequence, pending, demand, room, plan)
             moves = self._pool.reserve(table, share.given + share.room) if share else None
             if share is None or moves is None:
                 self._pool.close(table)
@@ -344,7 +346,10 @@ class Scheduler:
             share.price = chosen.price
             room = len(gains)
             if share.ask and demands[share.sequence].asking and room:
-                room = min(2 * room, len(demands[share.sequence].asking))  # priced when it is known
+                demand = demands[share.sequence]
+                room = min(2 * room, len(demand.asking))  # priced when it is known
+                if demand.whole:
+                    room = len(demand.asking)
             table: Table = share.sequence.tables[TARGET]
             while room:
                 moves = self._pool.reserve(table, share.given + share.room + room)
