@@ -360,6 +360,7 @@ class Auto(Mix):
     PATIENCE = 12
     """After so many steps in which nothing paid, it looks only now and then."""
     SELDOM = 4
+    """Once in so many steps, and half as often after four times as many of them."""
 
     def __init__(self, *, parts: str = "suffix+recycle", nodes: int = 48, from_: str = "") -> None:
         super().__init__(parts=parts, nodes=nodes, from_=from_)
@@ -380,7 +381,8 @@ class Auto(Mix):
         return Demand(asking=asking, whole=True)
 
     def _weighed(self, view: View, state: _State) -> Demand:
-        state.resting = state.idle > self.PATIENCE and view.steps % self.SELDOM > 0
+        seldom = self.SELDOM if state.idle <= 4 * self.PATIENCE else 2 * self.SELDOM
+        state.resting = state.idle > self.PATIENCE and view.steps % seldom > 0
         if state.resting:
             return Demand()
         joined = self._made(view, min(self.nodes, 2 * state.last + 4))
