@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from outstride import registry
-from outstride.core.contracts import Method
+from outstride.core.contracts import Acceptor, Exactness, Method
+from outstride.core.graph import NodeId, Position, TokenId
 from outstride.core.params import SamplingParams
-from outstride.core.proposal import TARGET
+from outstride.core.proposal import TARGET, Proposal, Scores, Verdict
+from outstride.core.sequence import View
 from outstride.engine.engine import Engine
 from outstride.models.decoder import Decoder
 from outstride.models.grafts import attach
@@ -101,6 +104,30 @@ def test_text_is_that_of_plain_decoding(
         assert generate(model, drafted, prompt, temperature=temperature, others=4) == plain
         foresight._match_relay = match
     assert taken[True] > 3 * taken[False], "what was launched ahead was mostly in vain"
+
+
+class Everything(Acceptor):
+    """Keeps whatever was drafted."""
+
+    def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
+        graph, last = proposal.graph, len(proposal.graph) - 1
+        places = [Position(int(place)) for place in graph.positions]
+        settled = {places[node]: TokenId(int(graph.tokens[node])) for node in range(1, last + 1)}
+        settled[Position(places[last] + 1)] = scores.token(NodeId(last))
+        return Verdict(settled=settled, keep=tuple(map(NodeId, range(last + 1))))
+
+
+def test_nothing_is_launched_ahead_where_more_may_hold_than_is_equal(
+    model: Decoder, tmp_path: Path
+) -> None:
+    config, prompt = tiny(layers=3, tied=True), tokens(30)
+    attach(model, "part", write_part(tmp_path / "part", config, part_tensors(config)), "abc")
+    exact = drafting("part")
+    loose = replace(exact, acceptor=Everything(), exactness=Exactness.LOSSY)
+    trust = model.ops._foresight._relay_trust  # type: ignore[attr-defined]
+    found = generate(model, loose, prompt)
+    trust._share = -1e9
+    assert generate(model, loose, prompt) == found
 
 
 def test_a_wrong_count_of_what_held_is_noticed(

@@ -68,6 +68,8 @@ class Proposal:
     drafted: the drafter's own distribution for each drafted node, where it has one.
     rules, draw: set by the engine from the request, for every model alike. A proposal belongs to the
       engine once it is handed over.
+    equal: set by the engine: what is drafted holds only where it is the target's own token, so that
+      what holds is known as soon as the scores are.
     labels: who drafted a node, where several drafters share a graph.
     survivors: of a later round within a step, which nodes of the round before are its leading ones
       (None: all of them). The others are given up, and so are their entries.
@@ -84,6 +86,7 @@ class Proposal:
     wants: Wants = USUAL
     rules: Mapping[int, Rules] = field(default_factory=_none)
     draw: Draw = GREEDY
+    equal: bool = False
     labels: Mapping[int, str] = field(default_factory=_none)
     survivors: tuple[int, ...] | None = None
 

@@ -200,7 +200,7 @@ class Forecast:
 
 
 @dataclass(slots=True)
-class _State:
+class State:
     """One sequence: its drafters' states, how often they were right, and the guess at hand."""
 
     parts: list[Any]
@@ -245,7 +245,6 @@ class Mix(Drafter):
         self.nodes = nodes
         self._drafters = [self._part(name) for name in parts.split("+")]
         self._trained = BlockDrafter(from_=from_, nodes=2 * nodes) if from_ else None
-        self._chain = BlockDrafter(from_=from_, width=1) if from_ else None
         self.grafts = self._trained.grafts if self._trained else ()
         self.wants = Wants(best=max(drafter.wants.best for drafter in self._drafters))
         self._odds = PerTenant(lambda: (Odds(weight=12.0), Forecast()))
@@ -262,7 +261,7 @@ class Mix(Drafter):
 
     def _made(self, view: View, most: int) -> Joined | None:
         """What was looked up, anew if the text has grown."""
-        state: _State | None = view.state
+        state: State | None = view.state
         if state is None or view.pending() != 1 or view.limit - view.end <= 1:
             return None
         if state.end != view.end:
@@ -287,7 +286,7 @@ class Mix(Drafter):
         if joined is None:
             return Guess()
         if self._trained is not None and view.ask:
-            state: _State = view.state
+            state: State = view.state
             found = yield from self._trained.guess(view, 2 * self.nodes)
             state.joined = joined = Joined.of([*state.guesses, found], state.odds)
             state.forecast.learn(joined.gains)
@@ -306,12 +305,12 @@ class Mix(Drafter):
 
     # --- what came of it ----------------------------------------------------------------------------
 
-    def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> _State:
-        state: _State | None = view.state
+    def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> State:
+        state: State | None = view.state
         if state is None:
             known = self._odds if view.params.temperature == 0.0 else self._sampled
             odds, forecast = known.of(view.salt)
-            state = _State([None] * len(self._drafters), Odds(odds), Forecast(forecast), [])
+            state = State([None] * len(self._drafters), Odds(odds), Forecast(forecast), [])
         drafted = len(proposal.graph) - proposal.given
         if state.joined is not None:
             if view.ask and drafted:
@@ -338,80 +337,3 @@ def _run(guessing: Guessing) -> Guess:
         found: Guess = stop.value
         return found
     raise RuntimeError("a joined drafter asked for a pass")
-
-
-@method("auto", family="joined")
-class Auto(Mix):
-    """Drafts as much as pays at this moment: from nothing at all to a tree from several drafters.
-
-    After every step it weighs what each further token is expected to bring, by tracked odds, against
-    what one more node costs in the pass at hand, by a cost curve that is measured at the start and
-    corrected on line. Under load it shrinks to plain decoding by itself, and comes back. A trained part
-    of the model, the one that is shipped or that `from` names, is asked where that pays.
-
-    Paper: none of its own; thresholds as in SpecDec++ (Huang et al., 2024), trees fitted to measured
-      hardware as in PPD (Chen et al., 2024) and Sequoia (Chen et al., 2024)
-    Exactness: exact
-    Needs: nothing
-    Cost per step: what is expected to pay, up to `nodes` further nodes
-    """
-
-    weighed = True
-    PATIENCE = 12
-    """After so many steps in which nothing paid, it looks only now and then."""
-    SELDOM = 4
-    """Once in so many steps, and half as often after four times as many of them."""
-
-    def __init__(self, *, parts: str = "suffix+recycle", nodes: int = 48, from_: str = "") -> None:
-        super().__init__(parts=parts, nodes=nodes, from_=from_)
-
-    def demand(self, view: View) -> Demand:
-        state: _State | None = view.state
-        if state is None:
-            return Demand()
-        if self._chain is not None and view.graft(self.grafts[0]).swift:
-            return self._swiftly(view, state, self._chain)
-        return self._weighed(view, state)
-
-    def _swiftly(self, view: View, state: _State, chain: BlockDrafter) -> Demand:
-        """A chain of the part alone, or nothing: a look at anything else takes longer than a pass."""
-        state.resting = True
-        depth = min(chain.demand(view).most, view.graft(self.grafts[0]).block - 1)
-        asking = tuple(state.forecast.gains[: min(depth, view.limit - view.end - 1)])
-        return Demand(asking=asking, whole=True)
-
-    def _weighed(self, view: View, state: _State) -> Demand:
-        seldom = self.SELDOM if state.idle <= 4 * self.PATIENCE else 2 * self.SELDOM
-        state.resting = state.idle > self.PATIENCE and view.steps % seldom > 0
-        if state.resting:
-            return Demand()
-        joined = self._made(view, min(self.nodes, 2 * state.last + 4))
-        if joined is None:
-            return Demand()
-        gains = tuple(joined.gains[: self.nodes])
-        asking: tuple[float, ...] = ()
-        if self._trained is not None:
-            asking = state.forecast.over(gains)[: self.nodes]
-        return Demand(gains=gains, asking=asking)
-
-    def propose(self, view: View, room: int) -> Rounds:
-        state: _State | None = view.state
-        if state is not None and self._chain is not None:
-            state.swift = view.ask and room > 0 and view.graft(self.grafts[0]).swift
-            if state.swift:
-                return (yield from self._chain.propose(view, room))
-        if state is not None and state.resting:
-            return Guess().proposal(view)
-        return (yield from super().propose(view, room))
-
-    def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> _State:
-        state: _State | None = view.state
-        if state is not None and state.swift:
-            state.forecast.learn([1.0] * (len(verdict.settled) - 1))
-            return state
-        if state is not None and state.resting:
-            state.idle += 1
-            if not view.ask:
-                state.forecast.fade()
-            return state
-        return super().observe(view, proposal, scores, verdict)

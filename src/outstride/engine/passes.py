@@ -135,9 +135,9 @@ class Passes:
             raise MethodFailed("a later round must go on with the earlier one's graph or survivors")
         params, reading = turn.sequence.params, turn.reading
         if not draft:
-            wants = proposal.wants
+            wants, loose = proposal.wants, turn.sequence.method.exactness is not Exactness.EXACT
+            proposal.equal = not loose
             if params.logprobs is not None:
-                loose = turn.sequence.method.exactness is not Exactness.EXACT
                 top = max(params.logprobs, wants.logprobs or 0)
                 wants = replace(wants, logprobs=top, logits=wants.logits or loose)
             if reading:

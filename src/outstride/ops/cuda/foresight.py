@@ -216,6 +216,7 @@ class Foresight:
             guessed is None
             or not 0 < count <= len(guessed)
             or proposal.given != 1
+            or not proposal.equal  # else more may hold than the card takes for held
             or len(item.nodes) != count + 1
             or proposal.layers is not None
             or not np.array_equal(graph.tokens[1:], guessed[:count])

@@ -190,6 +190,7 @@ class Relay:
             chain is not None
             and self.ask.again(proposal)
             and proposal.given == 1
+            and proposal.equal
             and graph.is_chain
             and len(graph.tokens) == count + 1
             and np.array_equal(graph.tokens[1:], chain[:count])

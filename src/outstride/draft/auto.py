@@ -1,0 +1,89 @@
+"""`auto`: as much of a joined draft as pays; where a trained part is swift, its chain or nothing."""
+
+from __future__ import annotations
+
+from outstride.core.contracts import Demand, Rounds
+from outstride.core.guess import Guess
+from outstride.core.proposal import Proposal, Scores, Verdict
+from outstride.core.sequence import View
+from outstride.draft.block_drafter import BlockDrafter
+from outstride.draft.mix import Mix, State
+from outstride.registry import method
+
+
+@method("auto", family="joined")
+class Auto(Mix):
+    """Drafts as much as pays at this moment: from nothing at all to a tree from several drafters.
+
+    After every step it weighs what each further token is expected to bring, by tracked odds, against
+    what one more node costs in the pass at hand, by a cost curve that is measured at the start and
+    corrected on line. Under load it shrinks to plain decoding by itself, and comes back. A trained part
+    of the model, the one that is shipped or that `from` names, is asked where that pays.
+
+    Paper: none of its own; thresholds as in SpecDec++ (Huang et al., 2024), trees fitted to measured
+      hardware as in PPD (Chen et al., 2024) and Sequoia (Chen et al., 2024)
+    Exactness: exact
+    Needs: nothing
+    Cost per step: what is expected to pay, up to `nodes` further nodes
+    """
+
+    weighed = True
+    PATIENCE = 12
+    """After so many steps in which nothing paid, it looks only now and then."""
+    SELDOM = 4
+    """Once in so many steps, and half as often after four times as many of them."""
+
+    def __init__(self, *, parts: str = "suffix+recycle", nodes: int = 48, from_: str = "") -> None:
+        super().__init__(parts=parts, nodes=nodes, from_=from_)
+        self._chain = BlockDrafter(from_=from_, width=1) if from_ else None
+
+    def demand(self, view: View) -> Demand:
+        state: State | None = view.state
+        if state is None:
+            return Demand()
+        if self._chain is not None and view.graft(self.grafts[0]).swift:
+            return self._swiftly(view, state, self._chain)
+        return self._weighed(view, state)
+
+    def _swiftly(self, view: View, state: State, chain: BlockDrafter) -> Demand:
+        """A chain of the part alone, or nothing: a look at anything else takes longer than a pass."""
+        state.resting = True
+        depth = min(chain.demand(view).most, view.graft(self.grafts[0]).block - 1)
+        asking = tuple(state.forecast.gains[: min(depth, view.limit - view.end - 1)])
+        return Demand(asking=asking, whole=True)
+
+    def _weighed(self, view: View, state: State) -> Demand:
+        seldom = self.SELDOM if state.idle <= 4 * self.PATIENCE else 2 * self.SELDOM
+        state.resting = state.idle > self.PATIENCE and view.steps % seldom > 0
+        if state.resting:
+            return Demand()
+        joined = self._made(view, min(self.nodes, 2 * state.last + 4))
+        if joined is None:
+            return Demand()
+        gains = tuple(joined.gains[: self.nodes])
+        asking: tuple[float, ...] = ()
+        if self._trained is not None:
+            asking = state.forecast.over(gains)[: self.nodes]
+        return Demand(gains=gains, asking=asking)
+
+    def propose(self, view: View, room: int) -> Rounds:
+        state: State | None = view.state
+        if state is not None and self._chain is not None:
+            state.swift = view.ask and room > 0 and view.graft(self.grafts[0]).swift
+            if state.swift:
+                return (yield from self._chain.propose(view, room))
+        if state is not None and state.resting:
+            return Guess().proposal(view)
+        return (yield from super().propose(view, room))
+
+    def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> State:
+        state: State | None = view.state
+        if state is not None and state.swift:
+            state.forecast.learn([1.0] * (len(verdict.settled) - 1))
+            return state
+        if state is not None and state.resting:
+            state.idle += 1
+            if not view.ask:
+                state.forecast.fade()
+            return state
+        return super().observe(view, proposal, scores, verdict)
