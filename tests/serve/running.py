@@ -86,12 +86,22 @@ def free_port() -> int:
 
 @contextmanager
 def start(
-    model: Path | str, log: Path, *options: str, key: str = "none", **environment: str
+    model: Path | str,
+    log: Path,
+    *options: str,
+    key: str = "none",
+    modest: bool = False,
+    **environment: str,
 ) -> Iterator[Running]:
-    """Starts a server and waits for its model; ends it afterwards."""
+    """Starts a server and waits for its model; ends it afterwards.
+
+    A modest one lets everybody else on the machine go first, a browser for instance.
+    """
     port = free_port()
     command = [sys.executable, "-m", "outstride.cli", "serve", "--model", str(model)]
     command += ["--name", "tiny", "--port", str(port), *options]
+    if modest:
+        command = ["nice", "-n", "19", *command]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=out, env={**os.environ, **environment}

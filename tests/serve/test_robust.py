@@ -53,6 +53,7 @@ def test_nothing_that_the_description_allows_is_a_server_error(server: Running) 
 def test_no_option_of_a_method_is_a_server_error(server: Running) -> None:
     """Whatever a client writes into a method's options, the request is served or refused."""
     registry.discover()
+    before = server.metric("outstride_engine_restarts_total")
     with httpx.Client(base_url=server.url, timeout=60) as http:
         for entry in registry.entries():
             for option in entry.options:
@@ -65,7 +66,7 @@ def test_no_option_of_a_method_is_a_server_error(server: Running) -> None:
                     found = http.post("/v1/chat/completions", json=body)
                     assert found.status_code in (200, 400), (entry.name, option.name, value)
         assert http.get("/ready").status_code == 200
-    assert server.metric("outstride_engine_restarts_total") == 0
+    assert server.metric("outstride_engine_restarts_total") == before
 
 
 def bounded(numbers: random.Random, depth: int = 0) -> dict[str, Any]:
