@@ -33,8 +33,9 @@ def small(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     (folder / "keys").write_text(f"{KEY}\nanother-one\n")
     options = ["--max-sequences", "2", "--queue", "1", "--pages", "2048"]
     options += ["--api-key-file", str(folder / "keys"), "--origin", "http://page.example"]
-    environment = {"OUTSTRIDE_API_KEY": "from-the-environment"}
-    with start(model, folder / "log", *options, key=KEY, **environment) as found:
+    with start(
+        model, folder / "log", *options, key=KEY, OUTSTRIDE_API_KEY="from-the-environment"
+    ) as found:
         yield found
 
 
