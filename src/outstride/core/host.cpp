@@ -206,7 +206,7 @@ struct Best {
 };
 
 // merge(best, threads, rows, k, tokens, values): the k highest of what all threads found for each row,
-// and an empty table for the next time. Of equals the first thread's comes first.
+// and an empty table for the next time. Of equals the lowest token comes first.
 PyObject* merge(PyObject*, PyObject* args) {
   PyObject *table, *places, *numbers;
   int threads, rows, k;
@@ -226,7 +226,9 @@ PyObject* merge(PyObject*, PyObject* args) {
       int whose = 0;
       for (int t = 0; t < threads; t++) {
         const Best* its = best + (t * (Py_ssize_t)rows + row) * k + next[t];
-        if (next[t] < k && (!winner || its->value > winner->value)) winner = its, whose = t;
+        const bool better = next[t] < k && (!winner || its->value > winner->value ||
+                                            (its->value == winner->value && its->token < winner->token));
+        if (better) winner = its, whose = t;
       }
       next[whose]++;
       tokens.as<int64_t>()[row * (Py_ssize_t)k + i] = winner->token;

@@ -152,6 +152,12 @@ struct Share {  // one thread's part of an operation
 };
 
 constexpr int MOST_THREADS = 64;
+constexpr int STAGES = 2;  // so many times an operation shares out work
+
+// How much of a thread's work is taken: from the front << 32 | from the back.
+struct alignas(64) Taken {
+  std::atomic<uint64_t> ends{0};
+};
 
 // An operation is done by whoever is there. Threads that are waiting join it at once; one that the
 // system has put aside is not waited for, or a crowded machine would stall at every operation. How
@@ -169,6 +175,7 @@ struct Pool {
   Share shares[MOST_THREADS];
   Codes codes[MOST_THREADS];
   Codes shared{};
+  Taken taken[STAGES][MOST_THREADS];
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
 };
@@ -176,6 +183,7 @@ struct Pool {
 constexpr uint64_t CLOSED = 1ull << 31, JOINED = CLOSED - 1;
 constexpr uint32_t THE_END = 0xffffffffu;
 constexpr int PATIENCE = 64;  // how long an operation is held open, in pauses of the processor
+constexpr int AWAKE = 80000;  // how long a thread waits for the next: longer than drafts take to be made
 
 inline void pause_cpu() {
 #if defined(__x86_64__)
@@ -209,6 +217,35 @@ void wait_all(Share* s) {
   }
 }
 
+// Takes `most` units or fewer of the `whole` that somebody has, its owner from the front, others from
+// the back. Returns how many, from `at` on.
+inline int take(Taken* taken, int whole, int most, bool own, int* at) {
+  uint64_t ends = taken->ends.load(std::memory_order_relaxed);
+  for (;;) {
+    const int front = (int)(ends >> 32), back = (int)(uint32_t)ends, left = whole - front - back;
+    if (left <= 0) return 0;
+    const int count = left < most ? left : most;
+    const uint64_t after = own ? ends + ((uint64_t)count << 32) : ends + (uint64_t)count;
+    if (!taken->ends.compare_exchange_weak(ends, after, std::memory_order_relaxed)) continue;
+    *at = own ? front : whole - back - count;
+    return count;
+  }
+}
+
+// Shares `units` out between threads, in pieces of whole `step`s, about `most` units at a time: each
+// has its own run of them, and helps others when it is through with it. `work(first, last)`.
+template <typename F>
+inline void share_out(Share* s, int stage, int units, int step, int most, F work) {
+  const auto from = [&](int who) {
+    return who == s->count ? units : step * (int)((int64_t)(units / step) * who / s->count);
+  };
+  for (int i = 0; i < s->count; i++) {
+    const int who = (s->index + i) % s->count, first = from(who), whole = from(who + 1) - first;
+    for (int at, count; (count = take(&s->pool->taken[stage][who], whole, most, i == 0, &at));)
+      work(first + at, first + at + count);
+  }
+}
+
 // A worker's place in the operation that is open now, or 0 if it came too late.
 int join(Pool* p, uint32_t number) {
   uint64_t state = p->state.load(std::memory_order_acquire);
@@ -225,7 +262,7 @@ void* serve(void* argument) {
   for (;;) {
     int spins = 0;
     while ((number = (uint32_t)(p->state.load(std::memory_order_acquire) >> 32)) == seen) {
-      if (++spins < 20000) {
+      if (++spins < AWAKE) {
         pause_cpu();
         continue;
       }
@@ -258,6 +295,8 @@ void announce(Pool* p, uint32_t number) {
 
 void run(Pool* p, void (*work)(const void*, Share*), const void* argument) {
   int joined = 0;
+  for (auto& stage : p->taken)
+    for (int i = 0; i < p->count; i++) stage[i].ends.store(0, std::memory_order_relaxed);
   if (p->count > 1) {
     p->work = work;
     p->argument = argument;

@@ -110,7 +110,7 @@ def merged(
 ) -> tuple[IntArray, FloatArray]:
     """The k highest of what all threads found for each row; leaves the table empty.
 
-    Ties: the first thread has the lowest channels.
+    Of equals the lowest channel comes first, whichever thread found it.
     """
     if lib is not None:
         tokens = np.empty((rows, k), dtype=np.int64)
@@ -119,7 +119,7 @@ def merged(
         return tokens, values
     mine = best[: threads * rows * k]
     found = mine.reshape(threads, rows, k).transpose(1, 0, 2).reshape(rows, -1)
-    order = np.argsort(-found["value"], axis=1, kind="stable")[:, :k]
+    order = np.lexsort((found["token"], -found["value"]), axis=1)[:, :k]
     chosen = np.take_along_axis(found, order, axis=1)
     mine[:] = NONE
     return chosen["token"].astype(np.int64), chosen["value"].copy()
