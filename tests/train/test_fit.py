@@ -94,8 +94,8 @@ def test_a_run_that_was_broken_off_goes_on_to_the_same_weights(
     assert not (tmp_path / "part" / "model.safetensors").exists()
     with monkeypatch.context() as patch:
         first: list[int] = []
-        real = loop.batches
-        patch.setattr(fitting, "batches", lambda *a: first.append(a[3]) or real(*a))  # type: ignore[func-returns-value]
+        real = loop.shelved
+        patch.setattr(fitting, "shelved", lambda *a: first.append(a[2]) or real(*a))  # type: ignore[func-returns-value]
         run(tmp_path / "part")
     assert first == [after]
     assert_same(tmp_path / "whole", tmp_path / "part")
@@ -223,7 +223,7 @@ def test_minutes_choose_the_steps_and_teach_nothing(
 ) -> None:
     real = loop.rehearsed
     monkeypatch.setattr(loop, "_REHEARSED", (1, 3))
-    monkeypatch.setattr(fitting, "rehearsed", lambda step: 1.0 if real(step) else 0.0)
+    monkeypatch.setattr(fitting, "rehearsed", lambda *a: 1.0 if real(*a) else 0.0)
     fitted = run(tmp_path / "a", steps=None, minutes=0.5)
     assert fitted.steps in (28, 29, 30)  # measuring takes some of the time
     run(tmp_path / "b", steps=fitted.steps)
@@ -278,6 +278,41 @@ def test_batches_hold_every_row_once_a_turn_and_can_be_entered_anywhere() -> Non
         assert torch.equal(next(loop.batches(10, 4, seed=5, first=first)), found[first])
     assert not torch.equal(next(loop.batches(10, 4, seed=6)), found[0])
     assert len(next(loop.batches(3, 8, seed=0))) == 8
+
+
+def test_shelves_hold_rows_by_length_and_all_of_them_are_read_as_often() -> None:
+    numbers = torch.Generator().manual_seed(1)
+    stops = torch.randint(2, 1025, (400,), generator=numbers)
+    found = loop.shelves(stops, 1024, 8)
+    assert [(shelf.length, shelf.batch) for shelf in found] == [(256, 32), (512, 16), (1024, 8)]
+    assert sorted(torch.cat([shelf.rows for shelf in found]).tolist()) == list(range(400))
+    source = loop.shelved(found, seed=3)
+    taken = [next(source) for _ in range(200)]
+    assert all(int(stops[rows].max()) <= length for rows, length in taken)
+    read = torch.bincount(torch.cat([rows for rows, _ in taken]), minlength=400)
+    assert int(read.max() - read.min()) <= 1 + 1  # a turn of each shelf, wherever it stands
+    for first in (0, 1, 77):
+        again = next(loop.shelved(found, seed=3, first=first))
+        assert torch.equal(again[0], taken[first][0])
+        assert again[1] == taken[first][1]
+
+
+@pytest.mark.parametrize(
+    ("stops", "length", "lengths"),
+    [
+        ([300] * 20, 512, [512]),  # no short ones
+        ([60] * 15, 512, [512]),  # too few for a batch of a quarter's, or of a half's
+        ([60] * 32, 512, [128]),
+        ([60] * 31 + [500], 512, [256, 512]),
+        ([60] * 64, 256, [128]),  # a quarter would be too narrow
+        ([9] * 99, 40, [40]),
+    ],
+)
+def test_shelves_with_too_few_rows_are_none(
+    stops: list[int], length: int, lengths: list[int]
+) -> None:
+    found = loop.shelves(torch.tensor(stops), length, 8)
+    assert [shelf.length for shelf in found] == lengths
 
 
 def test_recipes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outstride import LLM, SamplingParams
-from outstride.errors import InvalidParams, OutstrideError, UnsupportedModel
+from outstride.errors import InvalidData, InvalidParams, OutstrideError, UnsupportedModel
 from outstride.models.load import load_tokenizer
 from outstride.train import corpus, stems
 from outstride.train.corpus import Desk, Engines, Goal, Standing
@@ -254,3 +254,31 @@ def test_stems_know_their_holes_and_give_every_kind() -> None:
     assert len(drawn) > 500
     assert all(set(stems.pieces(text)[1::2]) <= set(stems.GAPS) for text in drawn)
     assert stems.stem(Random(5)) == stems.stem(Random(5))
+
+
+def test_passages_are_put_together_from_answers_of_a_folder(model: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(model)
+    lines = [f"Answer number {i} has a few words. They end here." for i in range(30)]
+    texts = [Text([0, *tokenizer.encode(line, add_special=False), 0], 1, False) for line in lines]
+    about = {**ABOUT, "vocabulary": tokenizer.digest, "vocab_size": 512}
+    Words.create(tmp_path / "words", about).append(texts, len(texts))
+    order = Order(
+        seed=2, max_prompt=24, max_answer=10, passages=str(tmp_path / "words"), max_passage=200
+    )
+    found = write(model, tmp_path / "long", 60, order)
+    said = [tokenizer.decode(text.tokens[: text.prompt]) for text in found]
+    assert all(any(line in prompt for line in lines) for prompt in said)
+    assert max(sum(line in prompt for line in lines) for prompt in said) > 1
+    assert found == write(model, tmp_path / "again", 60, order, workers=2)
+    other = Order(seed=2, passages=str(tmp_path / "words"), max_passage=100)
+    with pytest.raises(InvalidData, match="written otherwise"):
+        write(model, tmp_path / "long", 60, other)
+
+
+def test_a_folder_without_answers_makes_no_passages(model: str, tmp_path: Path) -> None:
+    about = {**ABOUT, "vocabulary": load_tokenizer(model).digest}
+    Words.create(tmp_path / "words", about)
+    with pytest.raises(InvalidData, match="long enough"):
+        write(model, tmp_path / "long", 60, Order(passages=str(tmp_path / "words")))
+    with pytest.raises(InvalidParams, match="passages may have"):
+        Order(max_passage=5)

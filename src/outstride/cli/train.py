@@ -35,7 +35,13 @@ def add(commands: Any) -> None:
         default=DEFAULT_MODEL,
         help=f"alias, GGUF file, checkpoint folder or hub id (default {DEFAULT_MODEL})",
     )
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="of words")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        action="append",
+        metavar="FOLDER",
+        help="of words; may be given again for more of them",
+    )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the result")
     parser.add_argument(
         "--set", default="", metavar="KEY=VALUE,…", help="options of the recipe (see --list)"
@@ -46,7 +52,11 @@ def add(commands: Any) -> None:
         "--minutes", type=float, metavar="M", help=f"how long to train (default {MINUTES:g})"
     )
     parser.add_argument(
-        "--batch", type=int, default=32, metavar="N", help="texts per step (default 32)"
+        "--batch",
+        type=int,
+        default=32,
+        metavar="N",
+        help="texts of full length per step (default 32); of shorter ones as many as fit",
     )
     parser.add_argument(
         "--length", type=int, default=512, metavar="N", help="tokens of a text (default 512)"
@@ -123,7 +133,7 @@ def _train(
     from outstride.train import recipe as recipes
     from outstride.train.fit import fit
     from outstride.train.target import Target
-    from outstride.train.words import Words
+    from outstride.train.words import Rows, Words
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if found.changes_target:
@@ -133,8 +143,10 @@ def _train(
             file=sys.stderr,
         )
     locate(args.model)
-    words = Words.open(args.data, load_tokenizer(args.model).digest)
-    rows = words.rows(args.length)
+    digest = load_tokenizer(args.model).digest
+    words = [Words.open(folder, digest) for folder in args.data]
+    rows = Rows.joined([part.rows(args.length) for part in words])
+    about = words[0].about if len(words) == 1 else {"folders": [part.about for part in words]}
     with screen.waiting(f"loading {args.model}"):
         target = Target.load(args.model, device)
     made = recipes.build(found, target, values, course.seed)
@@ -142,7 +154,7 @@ def _train(
     with progress("training") as show:
 
         def say(now: Standing) -> None:
-            words = f"step {now.step:,} of {now.steps:,}, loss {now.loss:.3f}"
+            text = f"step {now.step:,} of {now.steps:,}, loss {now.loss:.3f}"
             if now.measured is not None:
                 share = now.measured.tokens_per_pass
                 print(
@@ -150,10 +162,10 @@ def _train(
                 )
             if now.step < now.steps:
                 speed = f"{now.tokens_per_second:,.0f} tokens/s"
-                words += f", {speed}, {seconds_text(now.left)}"
-            show(now.step / now.steps, words)
+                text += f", {speed}, {seconds_text(now.left)}"
+            show(now.step / now.steps, text)
 
-        fitted = fit(made, rows, args.out, course, options=values, data=words.about, say=say)
+        fitted = fit(made, rows, args.out, course, options=values, data=about, say=say)
     return fitted, made
 
 

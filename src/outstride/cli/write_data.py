@@ -80,6 +80,20 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
         "summary, question, … (default 0.75; 0: none)",
     )
     parser.add_argument(
+        "--passages",
+        default="",
+        metavar="FOLDER",
+        help="words that were written before: every prompt is about a passage that is put together "
+        "from their answers, which makes long prompts cheap",
+    )
+    parser.add_argument(
+        "--max-passage",
+        type=int,
+        default=900,
+        metavar="N",
+        help="tokens of such passages in a prompt (default 900)",
+    )
+    parser.add_argument(
         "--temperature", type=float, default=1.0, help="of the model's own prompts (default 1.0)"
     )
     parser.add_argument(
@@ -159,6 +173,8 @@ def _order(args: argparse.Namespace) -> Order:
         max_prompt=args.max_prompt,
         max_answer=args.max_answer,
         prompts=tuple(prompts),
+        passages=args.passages,
+        max_passage=args.max_passage,
     )
 
 

@@ -22,7 +22,16 @@ import outstride
 from outstride.errors import InvalidData, InvalidParams, OutstrideError
 from outstride.train import checkpoint
 from outstride.train.checkpoint import Progress
-from outstride.train.loop import Pace, advance, batches, optimizer_of, rate_at, rehearsed
+from outstride.train.loop import (
+    Pace,
+    Shelf,
+    advance,
+    optimizer_of,
+    rate_at,
+    rehearsed,
+    shelved,
+    shelves,
+)
 from outstride.train.patience import patient
 from outstride.train.picture import picture
 from outstride.train.recipe import Measured, Recipe
@@ -154,6 +163,7 @@ class _Run:
     _fresh: list[torch.Tensor] = field(default_factory=list)
     """Losses that are still on the device."""
     _since: float = 0.0
+    _shelves: list[Shelf] = field(default_factory=list)
 
     def __call__(self) -> Fitted:
         self._prepare()
@@ -166,6 +176,7 @@ class _Run:
         recipe, course, device = self.recipe, self.course, self.recipe.target.device
         torch.manual_seed(course.seed)
         recipe.prepare(self.train)
+        self._shelves = shelves(self.train.stops.cpu(), self.train.tokens.shape[1], course.batch)
         self.train, self.held = self.train.to(device), self.held.to(device)
         self.numbers = torch.Generator(device).manual_seed(course.seed)
         self.optimizer = optimizer_of(recipe.weights)
@@ -180,27 +191,35 @@ class _Run:
         self.progress.steps = course.steps or self._affordable(time.monotonic() - start)
         checkpoint.write_json(self.out / checkpoint.RECIPE, self._about())
 
+    def _batch(self, rows: torch.Tensor, length: int) -> Rows:
+        return self.train.take(rows.to(self.recipe.target.device)).cut(length)
+
     def _affordable(self, measuring: float) -> int:
         """How many steps fit into the minutes; nothing is learned from finding out."""
         course, recipe = self.course, self.recipe
         numbers = torch.Generator(recipe.target.device).manual_seed(course.seed)
-        rows = batches(len(self.train), course.batch, course.seed)
+        order = shelved(self._shelves, course.seed)
+        rows, lengths = shelved(self._shelves, course.seed), set[int]()
+        fresh = 0
+        while len(lengths) < len(self._shelves):
+            lengths.add(next(order)[1])
+            fresh += 1
 
         def step() -> torch.Tensor:
-            given = self.train.take(next(rows).to(recipe.target.device))
+            given = self._batch(*next(rows))
             return advance(lambda: recipe.loss(given, numbers), recipe.weights, self.optimizer, 0.0)
 
-        each = rehearsed(step)
+        each = rehearsed(step, fresh)
         self.optimizer = optimizer_of(recipe.weights)
         return max(1, int((60.0 * (course.minutes or 0.0) - _MEASURES * measuring) / each))
 
     def _go(self, asked: Callable[[], bool]) -> None:
         recipe, course, now = self.recipe, self.course, self.progress
         every = course.every or max(1, math.ceil(now.steps / _MEASURES))
-        rows = batches(len(self.train), course.batch, course.seed, now.step)
+        rows = shelved(self._shelves, course.seed, now.step)
         pace, kept = Pace(now.steps), time.monotonic()
         while now.step < now.steps:
-            given = self.train.take(next(rows).to(recipe.target.device))
+            given = self._batch(*next(rows))
             recipe.progress = now.step / now.steps
             loss = advance(
                 lambda given=given: recipe.loss(given, self.numbers),  # type: ignore[misc]

@@ -57,10 +57,13 @@ def advance(
     return loss.detach()
 
 
-def rehearsed(step: Callable[[], torch.Tensor]) -> float:
-    """Seconds of a step, timed by taking some. What they change is the caller's to undo."""
+def rehearsed(step: Callable[[], torch.Tensor], fresh: int = 0) -> float:
+    """Seconds of a step, timed by taking some. What they change is the caller's to undo.
+
+    fresh: the number of steps after which all kinds of batches were seen.
+    """
     warm, most = _REHEARSED
-    for _ in range(warm):
+    for _ in range(warm + fresh):
         step().item()
     start, count = time.monotonic(), 0
     while count < most and time.monotonic() - start < _TIMED:
@@ -84,6 +87,64 @@ def batches(count: int, batch: int, seed: int, first: int = 0) -> Iterator[torch
             turn += 1
         yield order[place : place + batch]
         order, place = order[place + batch :], 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """Rows of about one length, of which a batch has as many as fit."""
+
+    rows: torch.Tensor
+    length: int
+    batch: int
+
+
+_NARROW = 128
+"""Rows are cut to no fewer tokens: shorter ones save nothing."""
+
+
+def shelves(stops: torch.Tensor, length: int, batch: int) -> list[Shelf]:
+    """Rows by their length: a quarter of the longest, a half, and the whole.
+
+    Batches of shorter rows hold more of them, so that all batches have about as many tokens and few
+    of those are padding. Too few rows for a batch go with the longer ones.
+    """
+    found, left = [], torch.ones_like(stops, dtype=torch.bool)
+    for part in (4, 2, 1):
+        chosen = (left & (stops <= length // part)).nonzero().flatten()
+        narrow = length % part or length // part < _NARROW or len(chosen) < batch * part
+        if part > 1 and narrow:
+            continue
+        left[chosen] = False
+        if len(chosen):
+            found.append(Shelf(chosen, length // part, batch * part))
+    return found
+
+
+def shelved(shelves: list[Shelf], seed: int, first: int = 0) -> Iterator[tuple[torch.Tensor, int]]:
+    """Numbers of rows and the tokens to cut them to, batch by batch, from batch `first` on.
+
+    It is always the turn of the shelf of which the least was read.
+    """
+    counts = [0] * len(shelves)
+
+    def turn() -> int:
+        shares = [
+            (count + 0.5) * shelf.batch / len(shelf.rows)
+            for count, shelf in zip(counts, shelves, strict=True)
+        ]
+        chosen = shares.index(min(shares))
+        counts[chosen] += 1
+        return chosen
+
+    for _ in range(first):
+        turn()
+    sources = [
+        batches(len(shelf.rows), shelf.batch, seed, count)
+        for shelf, count in zip(shelves, counts, strict=True)
+    ]
+    while True:
+        chosen = turn()
+        yield shelves[chosen].rows[next(sources[chosen])], shelves[chosen].length
 
 
 @dataclass(slots=True)

@@ -202,14 +202,23 @@ SLOTS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+_ABOUT_PASSAGES = {
+    kind: chosen
+    for kind, stems in STEMS.items()
+    if (chosen := tuple(s for s in stems if "{passage}" in s))
+}
+
 _HOLE = re.compile(r"\{(\w+)\}")
 
 
-def stem(random: Random) -> str:
-    """A stem with its lists drawn from; what the model is to write still stands in braces."""
-    kinds = sorted(STEMS)
+def stem(random: Random, *, about_passages: bool = False) -> str:
+    """A stem with its lists drawn from; what the model is to write still stands in braces.
+
+    about_passages: one of those that need a passage.
+    """
+    kinds = sorted(_ABOUT_PASSAGES if about_passages else STEMS)
     kind = random.choices(kinds, [WEIGHTS.get(name, 1) for name in kinds])[0]
-    return _drawn(random.choice(STEMS[kind]), random)
+    return _drawn(random.choice((_ABOUT_PASSAGES if about_passages else STEMS)[kind]), random)
 
 
 def passage(random: Random) -> str:

@@ -18,7 +18,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,16 @@ class Rows:
     def take(self, rows: torch.Tensor | slice) -> Rows:
         """Some of the rows, by number or by a mask."""
         return self._each(lambda value: value[rows])
+
+    def cut(self, length: int) -> Rows:
+        """Texts that are no longer than this, with less behind them."""
+        return replace(self, tokens=self.tokens[:, :length])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rows]) -> Rows:
+        """Rows of several, of one length."""
+        tables = ([getattr(part, f.name) for part in parts] for f in fields(cls))
+        return cls(*map(torch.cat, tables))
 
     def split(self, held: float = 0.02) -> tuple[Rows, Rows]:
         """Rows to train on, and a share to measure on. It depends on a text alone where it goes."""
@@ -241,10 +251,7 @@ class Words:
                 f"{self.folder} holds no text with an answer within {length} tokens; "
                 "run write-data for longer"
             )
-        tables = zip(
-            *([getattr(part, f.name) for f in fields(Rows)] for part in parts), strict=True
-        )
-        return Rows(*(torch.cat(table) for table in tables))
+        return Rows.joined(parts)
 
 
 def _rows(shard: Shard, length: int, end: int) -> Rows:

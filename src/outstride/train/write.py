@@ -3,7 +3,8 @@
 A text begins with a prompt. Either somebody gives it, or the model writes it itself: it is shown its
 own chat opening up to where the user's words begin, some of the time with the stem of a task behind
 it, and what it writes until it closes the user's turn is a prompt. Then it answers that prompt, some
-of the time greedily and else by sampling.
+of the time greedily and else by sampling. Passages that a task needs it writes itself, or they are
+put together from answers that it wrote before, which makes long prompts cheap.
 
 A text is a function of the seed and of its number, whatever else is in flight, so a corpus can be
 written by several processes, broken off and gone on with, and always is the same. Prompts that a
@@ -19,13 +20,16 @@ from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from outstride.core.params import SamplingParams
 from outstride.core.sequence import Sequence as Running
 from outstride.engine.ledger import Progress
-from outstride.errors import InvalidParams, InvalidPrompt, UnsupportedModel
+from outstride.errors import InvalidData, InvalidParams, InvalidPrompt, UnsupportedModel
 from outstride.llm import LLM
 from outstride.train.stems import passage, pieces, stem
-from outstride.train.words import Text
+from outstride.train.words import Text, Words
 
 _MARK = "words of a user"
 _PASSAGE = 2
@@ -34,6 +38,8 @@ _TOP_P = 0.92
 """Of what the model writes for prompts: the last few percent of probability are noise."""
 _SHORTEST = 40
 """Characters of a passage that are worth a task."""
+_LEAST = 64
+"""Tokens of the shortest passage that is put together."""
 _SENTENCE = re.compile(r"[.!?][\"')\]]*(?=\s|$)")
 
 
@@ -54,25 +60,71 @@ class Order:
     max_answer: int = 384
     prompts: tuple[str, ...] = ()
     """Prompts that are given: they come first."""
+    passages: str = ""
+    """A folder of words whose answers are the passages; every prompt then is about some of them."""
+    max_passage: int = 900
+    """Tokens of the passages of a prompt, if they come from a folder."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.greedy <= 1.0 or not 0.0 <= self.kinds <= 1.0:
             raise InvalidParams("the shares of greedy answers and of kinds lie between 0 and 1")
         if self.max_prompt < 8 or self.max_answer < 1:
             raise InvalidParams("prompts may have 8 tokens or more, answers 1 or more")
+        if self.max_passage < _LEAST:
+            raise InvalidParams(f"passages may have {_LEAST} tokens or more")
         if self.temperature <= 0.0 or self.answer_temperature <= 0.0:
             raise InvalidParams("temperatures are above 0; for greedy answers alone, say greedy=1")
 
     @property
     def longest(self) -> int:
         """About how long a text may become."""
-        return 3 * _PASSAGE * self.max_prompt // 2 + 64 + self.max_answer
+        prompt = 3 * _PASSAGE * self.max_prompt // 2
+        if self.passages:
+            prompt = max(prompt, self.max_passage + self.max_prompt)
+        return prompt + 64 + self.max_answer
 
     def about(self) -> dict[str, Any]:
         """For words.json: everything, with a digest in place of the given prompts."""
         listed = hashlib.sha256("\0".join(self.prompts).encode()).hexdigest()[:16]
         given = {"prompts": len(self.prompts), "prompts_digest": listed}
-        return {**asdict(self), **given}
+        found = {**asdict(self), **given}
+        if not self.passages:
+            del found["passages"], found["max_passage"]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Passages:
+    """Answers of a folder of words, to put passages together from."""
+
+    tokens: npt.NDArray[np.int32]
+    bounds: npt.NDArray[np.int64]
+    """[n, 2]: where answers begin and end."""
+
+    @classmethod
+    def read(cls, folder: str, vocabulary: str) -> Passages:
+        shards = list(Words.open(folder, vocabulary).shards())
+        offsets = np.cumsum([0, *(len(shard.tokens) for shard in shards)])
+        bounds = [np.zeros((0, 2), np.int64)]
+        for offset, shard in zip(offsets.tolist(), shards, strict=False):
+            stops = np.append(shard.starts, len(shard.tokens))[1:] - 1  # without the end
+            found = np.stack([shard.starts + shard.prompts, stops], axis=1) + offset
+            bounds.append(found[found[:, 1] - found[:, 0] >= _LEAST // 2])
+        if not sum(map(len, bounds)):
+            raise InvalidData(f"{folder} holds no answers that are long enough for passages")
+        tokens = np.concatenate([shard.tokens for shard in shards])
+        return cls(tokens, np.concatenate(bounds))
+
+    def draw(self, random: Random, most: int) -> list[list[int]]:
+        """Some answers that together have up to `most` tokens; short ones as likely as long ones."""
+        least = min(_LEAST, most)
+        room = round(least * (most / least) ** random.random())
+        found: list[list[int]] = []
+        while room >= _LEAST // 2:
+            start, stop = self.bounds[random.randrange(len(self.bounds))].tolist()
+            found.append(self.tokens[start : min(stop, start + room)].tolist())
+            room -= len(found[-1])
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +166,16 @@ class _Draft:
     said: str
     gaps: list[str]
     """Gaps and the literal texts behind them, in turns."""
-    own: bool
-    """Whether the model writes the prompt."""
+    share: int = 0
+    """Tokens of each passage, where they come from a folder."""
     stage: int = 0
     answering: bool = False
     sampled: bool = False
+
+    def fill(self, written: str) -> None:
+        """Puts a text in the next gap."""
+        self.said += written + self.gaps[1]
+        self.gaps, self.stage = self.gaps[2:], self.stage + 1
 
 
 @dataclass(slots=True)
@@ -137,6 +194,7 @@ class Scribe:
     done: Callable[[int, Text | None], None]
     """Told of every number: the text, or None if the prompt was thrown away."""
     opening: Opening = field(init=False)
+    passages: Passages | None = field(init=False)
     _drafts: dict[int, _Draft] = field(default_factory=dict)
     """By the id of the request that is under way."""
     _next: list[tuple[_Draft, list[int], SamplingParams]] = field(default_factory=list)
@@ -144,6 +202,8 @@ class Scribe:
 
     def __post_init__(self) -> None:
         self.opening = Opening.of(self.llm)
+        folder, digest = self.order.passages, self.llm.tokenizer.digest
+        self.passages = Passages.read(folder, digest) if folder else None
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Writes until there are no more numbers and nothing is under way, or until told to stop."""
@@ -172,12 +232,31 @@ class Scribe:
     def _begin(self, number: int) -> None:
         order = self.order
         if number < len(order.prompts):
-            self._answer(_Draft(number, order.prompts[number], [], own=False))
+            self._answer(_Draft(number, order.prompts[number], []))
             return
         random = Random(_seed(order.seed, number, "kind"))
-        pattern = stem(random) if random.random() < order.kinds else "{rest}"
+        if self.passages is not None:
+            pattern = stem(random, about_passages=True)
+        else:
+            pattern = stem(random) if random.random() < order.kinds else "{rest}"
         first, *gaps = pieces(pattern)
-        self._write(_Draft(number, first, gaps, own=True))
+        share = order.max_passage // max(1, gaps.count("passage"))
+        self._go_on(_Draft(number, first, gaps, share))
+
+    def _go_on(self, draft: _Draft) -> None:
+        """The next gap of a prompt, or its answer."""
+        while draft.gaps and draft.gaps[0] == "passage" and self.passages is not None:
+            random = Random(_seed(self.order.seed, draft.number, f"prompt {draft.stage}"))
+            found = self.passages.draw(random, draft.share)
+            text = _whole("\n\n".join(map(self.llm.tokenizer.decode, found)))
+            if text is None:
+                self.done(draft.number, None)
+                return
+            draft.fill(text)
+        if draft.gaps:
+            self._write(draft)
+        else:
+            self._answer(draft)
 
     def _write(self, draft: _Draft) -> None:
         """Asks for the next gap of a prompt."""
@@ -215,12 +294,8 @@ class Scribe:
         if written is None:
             self.done(draft.number, None)
             return
-        draft.said += written + draft.gaps[1]
-        draft.gaps, draft.stage = draft.gaps[2:], draft.stage + 1
-        if draft.gaps:
-            self._write(draft)
-        else:
-            self._answer(draft)
+        draft.fill(written)
+        self._go_on(draft)
 
     def _written(self, gap: str, sequence: Running) -> str | None:
         """The text of a gap, if it is of use."""
@@ -235,9 +310,7 @@ class Scribe:
         for mark in sequence.params.stop:
             text = text.partition(mark)[0]
         if gap == "passage":
-            ends_at = [found.end() for found in _SENTENCE.finditer(text)]
-            text = text[: ends_at[-1]].strip() if ends_at else ""
-            return text if len(text) >= _SHORTEST and "\ufffd" not in text else None
+            return _whole(text)
         if not stop or "\ufffd" in text:
             return None
         return text.rstrip() if gap == "rest" or text.strip() else None
@@ -260,6 +333,13 @@ class Scribe:
                 max_tokens=most, temperature=order.answer_temperature, seed=random.getrandbits(62)
             )
         self._next.append((draft, tokens, params))
+
+
+def _whole(text: str) -> str | None:
+    """A passage up to the end of its last sentence, if that is of use."""
+    ends_at = [found.end() for found in _SENTENCE.finditer(text)]
+    text = text[: ends_at[-1]].strip() if ends_at else ""
+    return text if len(text) >= _SHORTEST and "\ufffd" not in text else None
 
 
 def _seed(seed: int, number: int, purpose: str) -> int:
