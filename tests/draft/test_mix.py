@@ -9,7 +9,8 @@ import pytest
 from outstride import registry
 from outstride.core.guess import Guess, Odds, PerTenant, Sign
 from outstride.core.params import SamplingParams
-from outstride.draft.mix import SAMPLED, Forecast, Joined
+from outstride.draft.mix import SAMPLED, Joined
+from outstride.draft.promises import Forecast
 from outstride.errors import UnknownMethod
 from tests.conformance.harness import SAMPLINGS, Bench, alone, some_prompts
 

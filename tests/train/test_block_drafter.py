@@ -316,6 +316,28 @@ def test_training_makes_it_guess_right() -> None:
     assert two.tokens_per_pass == pytest.approx(emitted / passes)
 
 
+def test_training_goes_on_from_a_part(tmp_path: Path) -> None:
+    train, held = texts().take(slice(0, 112)), texts().take(slice(112, 128))
+    first = made(shaken=False, layers=1, anchors=8)
+    trained(first, train, 60)
+    about = {"outstride": "block-drafter", "version": 1, "target": dict(target().about())}
+    first.write(tmp_path / "part", about, int8=False)
+    options: dict[str, Any] = {
+        "shaken": False,
+        "layers": 1,
+        "anchors": 8,
+        "begin": str(tmp_path / "part"),
+    }
+    second = made(**options)
+    second.prepare(train.take(slice(20)))  # other answers, which do not change the vocabulary
+    assert torch.equal(second.vocabulary, first.vocabulary)
+    close = pytest.approx(first.measure(held).tokens_per_pass, rel=0.05)  # stored in 16 bits
+    assert second.measure(held).tokens_per_pass == close
+    assert trained(second, train, 1)[0] < 0.7 * trained(made(shaken=False, layers=1), train, 1)[0]
+    with pytest.raises(ValueError, match="has layers 1 where this training has 2"):
+        made(**{**options, "layers": 2})
+
+
 def test_greedy_texts_are_preferred() -> None:
     drafter = made()
     rows = texts().take(slice(0, 6))

@@ -18,7 +18,8 @@ class Auto(Mix):
     After every step it weighs what each further token is expected to bring, by tracked odds, against
     what one more node costs in the pass at hand, by a cost curve that is measured at the start and
     corrected on line. Under load it shrinks to plain decoding by itself, and comes back. A trained part
-    of the model, the one that is shipped or that `from` names, is asked where that pays.
+    of the model, the one that is shipped or that `from` names, is asked where that pays; beside it,
+    `parts` are `suffix` alone, which knows what the part does not: what stands in the text.
 
     Paper: none of its own; thresholds as in SpecDec++ (Huang et al., 2024), trees fitted to measured
       hardware as in PPD (Chen et al., 2024) and Sequoia (Chen et al., 2024)
@@ -33,8 +34,9 @@ class Auto(Mix):
     SELDOM = 4
     """Once in so many steps, and half as often after four times as many of them."""
 
-    def __init__(self, *, parts: str = "suffix+recycle", nodes: int = 48, from_: str = "") -> None:
-        super().__init__(parts=parts, nodes=nodes, from_=from_)
+    def __init__(self, *, parts: str = "", nodes: int = 48, from_: str = "") -> None:
+        usual = "suffix" if from_ else "suffix+recycle"
+        super().__init__(parts=parts or usual, nodes=nodes, from_=from_)
         self._chain = BlockDrafter(from_=from_, width=1) if from_ else None
 
     def demand(self, view: View) -> Demand:
@@ -49,7 +51,7 @@ class Auto(Mix):
         """A chain of the part alone, or nothing: a look at anything else takes longer than a pass."""
         state.resting = True
         depth = min(chain.demand(view).most, view.graft(self.grafts[0]).block - 1)
-        asking = tuple(state.forecast.gains[: min(depth, view.limit - view.end - 1)])
+        asking = tuple(state.promises.asked.gains[: min(depth, view.limit - view.end - 1)])
         return Demand(asking=asking, whole=True)
 
     def _weighed(self, view: View, state: State) -> Demand:
@@ -60,10 +62,10 @@ class Auto(Mix):
         joined = self._made(view, min(self.nodes, 2 * state.last + 4))
         if joined is None:
             return Demand()
-        gains = tuple(joined.gains[: self.nodes])
+        gains = state.promises.looked[state.kind].believed(joined.gains[: self.nodes])
         asking: tuple[float, ...] = ()
         if self._trained is not None:
-            asking = state.forecast.over(gains)[: self.nodes]
+            asking = state.promises.asking(state.kind, gains)[: self.nodes]
         return Demand(gains=gains, asking=asking)
 
     def propose(self, view: View, room: int) -> Rounds:
@@ -79,11 +81,11 @@ class Auto(Mix):
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> State:
         state: State | None = view.state
         if state is not None and state.swift:
-            state.forecast.learn([1.0] * (len(verdict.settled) - 1))
+            state.promises.asked.learn([1.0] * (len(verdict.settled) - 1))
             return state
         if state is not None and state.resting:
             state.idle += 1
             if not view.ask:
-                state.forecast.fade()
+                state.promises.asked.fade()
             return state
         return super().observe(view, proposal, scores, verdict)

@@ -14,14 +14,13 @@ from outstride.core.guess import Guess, Odds, PerTenant, Sign
 from outstride.core.proposal import Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import View
 from outstride.draft.block_drafter import BlockDrafter
+from outstride.draft.promises import Promises, kind_of
 from outstride.registry import method
 
 LEAST = 0.01
 """Nodes that are expected to hold less often are not worth a thought."""
-PROMISES = tuple(0.6 * 0.78**i for i in range(48))
-"""First word on what the nodes of a tree promise that a trained part took part in."""
 SAMPLED = 0.6
-"""So much of it is believed where tokens are drawn: there is less to guess."""
+"""So much is believed of a trained part's promises where tokens are drawn: there is less to guess."""
 
 
 @dataclass(slots=True)
@@ -150,64 +149,17 @@ def _discount(rivals: list[int], signs: list[Sign], chances: list[float], odds: 
         total += chances[node]
 
 
-class Forecast:
-    """What the nodes of a joined tree promised of late, best first: a falling average of trees.
-
-    Promises are believed as far as they were kept: how many drafted tokens held is tracked beside how
-    many were promised, `share` of them at first.
-    """
-
-    QUICK, MEMORY, FIRST = 0.15, 0.96, 10.0
-
-    def __init__(self, base: Forecast | None = None, share: float = 1.0) -> None:
-        self.gains: list[float] = list(base.gains if base else PROMISES)
-        self._base = base
-        self._promised, self._held = 0.0, 0.0
-        self._share = share
-
-    @property
-    def trust(self) -> float:
-        """What a promised token is worth."""
-        before = self._base.trust if self._base is not None else self._share
-        return (self._held + self.FIRST * before) / (self._promised + self.FIRST)
-
-    def settle(self, promised: float, held: int) -> None:
-        """Enters how many tokens a draft promised, and how many of them held."""
-        if self._base is not None:
-            self._base.settle(promised, held)
-        self._promised = self.MEMORY * self._promised + promised
-        self._held = self.MEMORY * self._held + held
-
-    def learn(self, gains: Sequence[float]) -> None:
-        """Enters a tree's gains, falling."""
-        if self._base is not None:
-            self._base.learn(gains)
-        mine, quick = self.gains, self.QUICK
-        padded = [*gains[: len(mine)], *[0.0] * (len(mine) - len(gains))]
-        self.gains = [own + quick * (gain - own) for own, gain in zip(mine, padded, strict=True)]
-
-    def fade(self) -> None:
-        """Nobody asked: in time, the first word counts again, and somebody asks."""
-        mine = self.gains
-        self.gains = [own + 0.02 * (first - own) for own, first in zip(mine, PROMISES, strict=True)]
-        self._promised, self._held = self.MEMORY * self._promised, self.MEMORY * self._held
-
-    def over(self, gains: Sequence[float]) -> tuple[float, ...]:
-        """What a tree promises that holds these guesses too."""
-        trust = min(self.trust, 1.0)
-        mine, both = [trust * gain for gain in self.gains], min(len(self.gains), len(gains))
-        return (*map(max, mine[:both], gains[:both]), *mine[both:])
-
-
 @dataclass(slots=True)
 class State:
     """One sequence: its drafters' states, how often they were right, and the guess at hand."""
 
     parts: list[Any]
     odds: Odds
-    forecast: Forecast
+    promises: Promises
     guesses: list[Guess]
     """What was looked up."""
+    kind: int = 0
+    """How much that promises."""
     joined: Joined | None = None
     end: int = -1
     """Where the guess at hand begins."""
@@ -247,8 +199,8 @@ class Mix(Drafter):
         self._trained = BlockDrafter(from_=from_, nodes=2 * nodes) if from_ else None
         self.grafts = self._trained.grafts if self._trained else ()
         self.wants = Wants(best=max(drafter.wants.best for drafter in self._drafters))
-        self._odds = PerTenant(lambda: (Odds(weight=12.0), Forecast()))
-        self._sampled = PerTenant(lambda: (Odds(weight=12.0), Forecast(share=SAMPLED)))
+        self._odds = PerTenant(lambda: (Odds(weight=12.0), Promises()))
+        self._sampled = PerTenant(lambda: (Odds(weight=12.0), Promises(share=SAMPLED)))
 
     @staticmethod
     def _part(name: str) -> Drafter:
@@ -270,6 +222,7 @@ class Mix(Drafter):
                 if found := _run(drafter.guess(view.with_state(its), most)):
                     state.guesses.append(found)
             state.joined, state.end = Joined.of(state.guesses, state.odds), view.end
+            state.kind = kind_of(state.joined.gains)
         return state.joined
 
     def demand(self, view: View) -> Demand:
@@ -278,7 +231,9 @@ class Mix(Drafter):
             return Demand()
         gains = joined.gains[: self.nodes]
         if self._trained is not None:
-            return Demand(most=self.nodes, gain=sum(view.state.forecast.gains[: self.nodes]))
+            state: State = view.state
+            promised = state.promises.asked.gains[: self.nodes]
+            return Demand(most=self.nodes, gain=sum(promised))
         return Demand(most=len(gains), gain=sum(gains))
 
     def guess(self, view: View, room: int) -> Guessing:
@@ -289,7 +244,7 @@ class Mix(Drafter):
             state: State = view.state
             found = yield from self._trained.guess(view, 2 * self.nodes)
             state.joined = joined = Joined.of([*state.guesses, found], state.odds)
-            state.forecast.learn(joined.gains)
+            state.promises.learn(state.kind, joined.gains)
             room = min(room, sum(gain >= view.price for gain in joined.gains))
         return joined.best(room)
 
@@ -309,17 +264,17 @@ class Mix(Drafter):
         state: State | None = view.state
         if state is None:
             known = self._odds if view.params.temperature == 0.0 else self._sampled
-            odds, forecast = known.of(view.salt)
-            state = State([None] * len(self._drafters), Odds(odds), Forecast(forecast), [])
+            odds, promises = known.of(view.salt)
+            state = State([None] * len(self._drafters), Odds(odds), Promises(promises), [])
         drafted = len(proposal.graph) - proposal.given
         if state.joined is not None:
-            if view.ask and drafted:
+            if drafted:
                 promised = sum(state.joined.gains[:drafted])
-                state.forecast.settle(promised, len(verdict.settled) - 1)
+                state.promises.settle(state.kind, promised, len(verdict.settled) - 1, view.ask)
             state.joined.learn(view.tokens[state.end :], state.odds)
             state.joined = None
         if not view.ask:
-            state.forecast.fade()
+            state.promises.asked.fade()
         state.idle = 0 if drafted else state.idle + 1
         state.last = drafted or state.last
         state.parts = [

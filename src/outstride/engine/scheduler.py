@@ -28,7 +28,7 @@ from outstride.core.sequence import Sequence, Status, Table
 from outstride.engine.cost import Cost
 from outstride.engine.pieces import Chunking, Reader, Talker, spare
 
-PROMISE = 1.08
+PROMISE = 1.02
 """What drafting has to promise over not drafting: whoever picks the best estimates picks high ones."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as fn
 from torch.utils.checkpoint import checkpoint
 
 from outstride.core.contracts import CAUSAL
+from outstride.models.grafts.folder import check, read_config, read_tensors
 from outstride.train.layers import Pair, Shape, Weights, heads, layer, norm, turns, within
 from outstride.train.recipe import Measured, Recipe, recipe
 from outstride.train.target import Target
@@ -132,6 +134,7 @@ class BlockDrafter(Recipe):
     cover: how much of the answers the draft vocabulary covers. rank: that of the correction.
     anchors: blocks per text and step. decay: what a place weighs beside the one before it.
     soft: the weight of the distance to the target's own distribution.
+    begin: the folder of a trained part of the same sizes, to go on from what it has learned.
     compiled: whether torch may compile it on a card.
 
     Paper: after block-diffusion drafters such as DFlash, with guesses chained as in Clover
@@ -150,6 +153,7 @@ class BlockDrafter(Recipe):
         anchors: int = 32,
         decay: float = 0.8,
         soft: float = 0.0,
+        begin: str = "",
         compiled: bool = True,
     ) -> None:
         if min(layers, block - 1, rank, anchors) < 1:
@@ -165,6 +169,7 @@ class BlockDrafter(Recipe):
         self.weights = _fresh(target, layers, len(self.taps))
         self.vocabulary = self._index = torch.empty(0, dtype=torch.long)
         self._window = 0
+        self._begun = self._read(Path(begin)) if begin else {}
         self._scale = self._head = torch.empty(0)
         self._turns: dict[int, Pair] = {}
         self._drafted: Callable[..., torch.Tensor] = drafted
@@ -178,10 +183,25 @@ class BlockDrafter(Recipe):
         self._drafted = torch.compile(drafted, dynamic=False, **how)
         self._losses = torch.compile(_losses, dynamic=False, **how)
 
+    def _read(self, folder: Path) -> dict[str, torch.Tensor]:
+        """The tensors of a part to go on from."""
+        about = read_config(folder)
+        check(self.target.config, about.get("target", {}), folder, self.target.digest)
+        own = self.config()
+        for name in ("layers", "block", "taps", "rank"):
+            if about.get(name) != own[name]:
+                raise ValueError(
+                    f"{folder} has {name} {about.get(name)} where this training has {own[name]}; "
+                    "give the same with --set, or begin anew"
+                )
+        return {name: value.to(self.target.device) for name, value in read_tensors(folder).items()}
+
     def prepare(self, rows: Rows) -> None:
         """Chooses the draft vocabulary and the scale of the features, both from the answers."""
         device, size = self.target.device, self.target.config.vocab_size
         self.vocabulary = frequent(rows.tokens[said(rows)], size, self.cover).to(device)
+        if self._begun:
+            self.vocabulary = self._begun["vocabulary"].long()
         many = len(self.vocabulary)
         self._index = torch.full((size,), many, device=device)
         self._index[self.vocabulary] = torch.arange(many, device=device)
@@ -189,6 +209,10 @@ class BlockDrafter(Recipe):
         self.weights["follow.before.weight"] = torch.randn(many + 1, self.rank).to(device)
         self.weights["follow.after.weight"] = torch.zeros(many, self.rank, device=device)
         self._window = rows.tokens.shape[1]
+        if self._begun:
+            self._scale = self._begun["taps.scale"]
+            self.weights = {name: self._begun[name].float() for name in self.weights}
+            return
         some = rows.take(slice(_SAMPLE)).to(device)
         with torch.compiler.set_stance("force_eager"):  # other shapes than those of training
             states = self.target.states(some.tokens, self.taps)

@@ -134,7 +134,7 @@ class Launcher:
                 head.launch(left.low, rows, kind, words, layout.head_at, layout.head_rows)
 
         self.words.send(layout.words)
-        key = _key(layout, deferred.whole, rows, kind, cut, moves, back.draft if back else None)
+        key = _key(layout, deferred.whole, rows, kind, cut, moves, back)
         if not self._wanted or layout.rows > RECORDED:
             work()
         elif key not in self._seen:  # compiles what is missing
@@ -153,9 +153,9 @@ def _key(
     kind: Kind,
     cut: bool,
     moves: bool,
-    draft: bool | None,
+    back: Back | None,
 ) -> Any:
-    """What recorded passes differ in."""
+    """What recorded passes differ in; those that are moved back, in whose chain they read, too."""
     return (
         whole,
         layout.rows,
@@ -169,5 +169,5 @@ def _key(
         kind,
         cut,
         moves,
-        draft,
+        back and (back.draft, back.best.data_ptr(), back.drafted.data_ptr()),
     )

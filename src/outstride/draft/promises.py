@@ -1,0 +1,122 @@
+"""What drafts promise, believed as far as earlier promises of that kind were kept."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Sequence
+
+PROMISES = tuple(0.6 * 0.78**i for i in range(48))
+"""First word on what the nodes of a tree promise that a trained part took part in."""
+KINDS = (0.15, 0.5, 1.0, 2.0)
+"""Where what was looked up promises so many tokens, the next kind of step begins."""
+FIRST_NODES = 8
+"""So many nodes of a tree are asked for what it promises."""
+
+
+def kind_of(gains: Sequence[float]) -> int:
+    """Which kind of step it is, by the gains of what was looked up.
+
+    A trained part is asked where little was found: what it promised there says little of steps in
+    which much was found, and the other way round.
+    """
+    return bisect(KINDS, sum(gains[:FIRST_NODES]))
+
+
+class Kept:
+    """How many drafted tokens held beside how many were promised; `share` of them at first.
+
+    What a single sequence has seen rests on what everybody has (`base`).
+    """
+
+    MEMORY, FIRST, MOST, COMMON = 0.96, 10.0, 1.0, 1.0
+
+    def __init__(self, base: Kept | None = None, share: float = 1.0) -> None:
+        self._below = base
+        self._promised, self._held = 0.0, 0.0
+        self._share = share
+
+    @property
+    def trust(self) -> float:
+        """What a promised token is worth."""
+        before = self._share
+        if self._below is not None:
+            before += self.COMMON * (self._below.trust - before)
+        return (self._held + self.FIRST * before) / (self._promised + self.FIRST)
+
+    def settle(self, promised: float, held: int) -> None:
+        """Enters how many tokens a draft promised, and how many of them held."""
+        if self._below is not None:
+            self._below.settle(promised, held)
+        self._promised = self.MEMORY * self._promised + promised
+        self._held = self.MEMORY * self._held + held
+
+    def believed(self, gains: Sequence[float]) -> tuple[float, ...]:
+        """What of these gains is to be believed."""
+        trust = min(self.trust, self.MOST)
+        return tuple([trust * gain for gain in gains])
+
+
+class Forecast(Kept):
+    """What the nodes of a tree promised of late, best first: a falling average of trees.
+
+    Every sequence begins with the first word, whatever became of others: they differ, and to ask in
+    vain for some steps costs less than never to ask.
+    """
+
+    QUICK, FADE, COMMON = 0.15, 0.02, 0.5
+
+    def __init__(self, base: Forecast | None = None, share: float = 1.0) -> None:
+        super().__init__(base, share)
+        self.gains: list[float] = list(PROMISES)
+        self._base = base
+
+    def learn(self, gains: Sequence[float]) -> None:
+        """Enters a tree's gains, falling."""
+        if self._base is not None:
+            self._base.learn(gains)
+        mine, quick = self.gains, self.QUICK
+        padded = [*gains[: len(mine)], *[0.0] * (len(mine) - len(gains))]
+        self.gains = [own + quick * (gain - own) for own, gain in zip(mine, padded, strict=True)]
+
+    def fade(self) -> None:
+        """Nobody asked: in time, the first word counts again, and somebody asks."""
+        mine, fade = self.gains, self.FADE
+        self.gains = [own + fade * (first - own) for own, first in zip(mine, PROMISES, strict=True)]
+        self._promised, self._held = self.MEMORY * self._promised, self.MEMORY * self._held
+
+
+class Promises:
+    """What a trained part promises if it is asked, and what is looked up otherwise.
+
+    Sequences differ most, so the part's promises are tracked for each of them. How much more or less
+    it promises in a kind of step than on the whole, everybody finds out together.
+    """
+
+    QUICK, LEAST, MOST = 0.05, 0.4, 2.5
+
+    def __init__(self, base: Promises | None = None, share: float = 1.0) -> None:
+        self.asked: Forecast = Forecast(
+            base.asked if base else None, base.asked._share if base else share
+        )
+        kinds = range(len(KINDS) + 1)
+        self.looked: list[Kept] = [Kept(base.looked[kind] if base else None) for kind in kinds]
+        self._weights: list[float] = base._weights if base else [1.0 for _ in kinds]
+
+    def learn(self, kind: int, gains: Sequence[float]) -> None:
+        """Enters the gains of a tree that a trained part took part in."""
+        usual, weight = sum(self.asked.gains[:FIRST_NODES]), self._weights[kind]
+        found = min(max(sum(gains[:FIRST_NODES]) / max(usual, 0.01), self.LEAST), self.MOST)
+        self.asked.learn([gain / weight for gain in gains])
+        self._weights[kind] += self.QUICK * (found - weight)
+
+    def settle(self, kind: int, promised: float, held: int, asked: bool) -> None:
+        """Enters what became of a draft."""
+        kept: Kept = self.asked if asked else self.looked[kind]
+        kept.settle(promised, held)
+
+    def asking(self, kind: int, gains: Sequence[float]) -> tuple[float, ...]:
+        """What a tree promises that the part takes part in, beside what was looked up."""
+        weight = self._weights[kind]
+        mine = [min(weight * gain, 1.0) for gain in self.asked.believed(self.asked.gains)]
+        both = min(len(mine), len(gains))
+        return (*map(max, mine[:both], gains[:both]), *mine[both:])
