@@ -15,6 +15,9 @@ setup(
                 "src/outstride/ops/cpu/kernels.inc",
                 "src/outstride/ops/cpu/kernels.adapter.inc",
                 "src/outstride/ops/cpu/kernels.attention.inc",
+                "src/outstride/ops/cpu/kernels.attention.amx.inc",
+                "src/outstride/ops/cpu/kernels.attention.blocks.inc",
+                "src/outstride/ops/cpu/kernels.attention.products.inc",
                 "src/outstride/ops/cpu/kernels.groups.inc",
             ],
             extra_compile_args=[

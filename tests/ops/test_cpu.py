@@ -74,9 +74,9 @@ def test_every_build_gives_the_same_bits(shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_close_to_the_reference(shape: str) -> None:
     ours, theirs = (read(decoder(ops, **SHAPES[shape]), 70) for ops in (Cpu.of, Reference))
-    spread = theirs.std()
-    assert np.abs(ours - theirs).max() < 0.03 * spread
-    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.003 * spread
+    spread = theirs.std()  # queries, keys, values and weights of attention have eight bits
+    assert np.abs(ours - theirs).max() < 0.1 * spread
+    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.012 * spread
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -130,7 +130,7 @@ def test_blocks_against_the_reference() -> None:
         hand.read(tokens(21))
         graph = block([int(t) for t in tokens(6, seed=3)], 21)
         found.append(logits(hand.run(graph)))
-    assert np.abs(found[0] - found[1]).max() < 0.03 * found[1].std()
+    assert np.abs(found[0] - found[1]).max() < 0.1 * found[1].std()
 
 
 def test_greedy_rows_never_become_rows_of_the_vocabulary() -> None:

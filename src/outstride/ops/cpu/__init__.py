@@ -1,4 +1,4 @@
-"""Passes on CPUs in native code: int8 or int4 weights, 12-bit activations, fp16 pages."""
+"""Passes on CPUs in native code: int8 or int4 weights, 12-bit activations, bf16 pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Cpu", "native"]
 
 
 class Cpu(Parts, Ops):
-    """Weights in int8, those of layers perhaps in int4; cache in fp16."""
+    """Weights in int8, those of layers perhaps in int4; cache in bf16."""
 
     # --- the pass ---------------------------------------------------------------------------------
 

@@ -19,8 +19,6 @@ from outstride.ops.contract import FollowWeights, GraftWeights, LayerWeights, Sh
 from outstride.ops.cpu.packed import Packed, rounded
 from outstride.ops.cpu.weights import Layer, Weights, pack_layer
 
-Halves = npt.NDArray[np.uint16]
-
 
 class Products(Protocol):
     """What the operations lend to a part."""
@@ -135,12 +133,9 @@ class Follower:
         x: FloatArray,
         beside: FloatArray | None,
         positions: IntArray,
-        slots: IntArray,
-        keys: Halves,
-        values: Halves,
         by: Products,
-    ) -> FloatArray:
-        """Queries as the kernels read them; keys and values go to the cache."""
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Queries, keys and values of all heads."""
         shape, [given] = self.shape, self.weights.layers
         if len(given.attention_norm):
             x = self._normed(x, given.attention_norm)
@@ -153,12 +148,7 @@ class Follower:
         q, k, v = np.split(heads, [shape.heads, shape.heads + shape.kv_heads], axis=1)
         if given.query_norm is not None and given.key_norm is not None:
             q, k = self._normed(q, given.query_norm), self._normed(k, given.key_norm)
-        q, k = self._turned(q, positions), self._turned(k, positions)
-        pages = keys.reshape(-1, shape.kv_heads, shape.head_dim, 16)
-        pages[slots // 16, :, :, slots % 16] = k.astype(np.float16).view(np.uint16)
-        lines = values.reshape(-1, shape.kv_heads, shape.head_dim)
-        lines[slots] = v.astype(np.float16).view(np.uint16)
-        return q.reshape(len(x), -1)
+        return self._turned(q, positions), self._turned(k, positions), v
 
     def carry(self, x: FloatArray, slots: IntArray) -> None:
         """Keeps the states that leave the part, for the nodes behind."""

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -81,8 +82,8 @@ struct Layer {
   const Matrix* output;
   const Matrix* gate_up;
   const Matrix* down;
-  uint16_t* keys;    // [slots / 16][kv_heads][head_dim][16]
-  uint16_t* values;  // [slots][kv_heads][head_dim]
+  uint16_t* keys;    // bf16, [slots / 16][kv_heads][head_dim / 2][16 slots][2 dimensions]
+  uint16_t* values;  // bf16, [slots / 16][kv_heads][8][head_dim][2 slots]
   const LowRank* adapter;  // to qkv, output, gate_up and down; or null
   int32_t rotate;
 };
@@ -336,24 +337,6 @@ void run(Pool* p, void (*work)(const void*, Share*), const void* argument) {
   return x;
 }
 
-[[maybe_unused]] uint16_t to_half(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
-  bits &= 0x7fffffff;
-  if (bits > 0x7f800000) return sign | 0x7e00;
-  if (bits >= 0x477ff000) return sign | 0x7c00;  // rounds to more than 65504
-  if (bits < 0x38800000) {                       // below 2**-14: a multiple of 2**-24
-    float tiny;
-    memcpy(&tiny, &bits, 4);
-    tiny += 0.5f;  // the sum is rounded to that very multiple
-    memcpy(&bits, &tiny, 4);
-    return sign | (uint16_t)(bits - 0x3f000000);
-  }
-  bits += 0xfff + (bits >> 13 & 1);
-  return sign | (uint16_t)((bits - 0x38000000) >> 13);
-}
-
 // --- noise: integers from Philox-4x32-10, logarithms from one polynomial ------------------------------
 
 inline void philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t key, uint32_t* out) {
@@ -432,25 +415,36 @@ inline int64_t slot_of(const Pass* a, const Node* n, int position) {
   return a->tails[n->tail + position - n->direct];
 }
 
+// --- attention --------------------------------------------------------------------------------------
+
+constexpr int SET = 16;           // queries that are worked on at a time
+constexpr int MOST_QUERIES = 48;  // of one key head that go together, if not a single node has more
+constexpr int CHUNK = 512;        // positions whose scores are made before their weights
+constexpr int STRIDE = CHUNK + 32;  // from one query's scores to the next: other lines of the cache
+
+constexpr int most_queries(int group) {
+  return ((group > MOST_QUERIES ? group : MOST_QUERIES) + SET - 1) / SET * SET;
+}
+
+// What a thread needs for it, in units of four bytes; see `unit_of`.
+constexpr int attention_room(int group, int head_dim) {
+  const int rows = most_queries(group), wide = (head_dim + 15) / 16 * 16;
+  return rows * wide * 5 / 2 + rows * 2 + SET * STRIDE * 3 / 2 + head_dim * 16;
+}
+
 }  // namespace
 
 // --- one namespace for each instruction set ---------------------------------------------------------
 
 #define ISA ISA_PORTABLE
-#define half_of to_half
-#define float_of from_half
 namespace portable {
 namespace {
 #include "kernels.inc"
 }
 }  // namespace portable
-#undef half_of
-#undef float_of
 #undef ISA
 
 #if defined(__x86_64__)
-#define half_of(x) ((uint16_t)_cvtss_sh(x, 0))
-#define float_of(x) _cvtsh_ss(x)
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #define ISA ISA_AVX2
@@ -472,7 +466,7 @@ namespace {
 #undef ISA
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8,prefer-vector-width=512")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8,amx-bf16,prefer-vector-width=512")
 #define ISA ISA_AMX
 namespace amx {
 namespace {
@@ -507,10 +501,10 @@ struct Kernels {
   }
 
 #if defined(__x86_64__)
-// Whether the processor has matrix tiles and the system lets this process use them.
+// Whether the processor has matrix tiles of bytes and bf16, and the system lets this process use them.
 bool has_amx() {
   unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 24 & 3) != 3) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 22 & 13) != 13) return false;
 #if defined(__linux__)
   constexpr long request_permission = 0x1023, tile_data = 18;
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
@@ -577,6 +571,11 @@ struct Engine {
 extern "C" {
 
 int outstride_best_isa() { return best_isa(); }
+
+// How much scratch attention over so many rows takes.
+int outstride_scratch(int group, int head_dim, int rows) {
+  return attention_room(group, head_dim) + rows + 1;
+}
 
 // An engine with `threads` threads for at most `rows` rows of `depth` values. Null: out of memory, or
 // an instruction set that this processor lacks.
@@ -647,23 +646,34 @@ void outstride_layers(void* engine, const Layer* a, int count) {
 void outstride_choose(void* e, const Choose* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.choose, a); }
 void outstride_head(void* e, const Head* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.head, a); }
 
+// Entries that were made elsewhere to their slots: [rows][kv_heads][head_dim] each.
+void outstride_keep(const Layer* l, const int64_t* slots, int rows, const float* keys,
+                    const float* values) {
+  const Pass* a = l->pass;
+  for (int i = 0; i < rows * a->kv_heads; i++)
+    portable::keep(l, i % a->kv_heads, slots[i / a->kv_heads], keys + (size_t)i * a->head_dim,
+                   values + (size_t)i * a->head_dim);
+}
+
 // Copies entries of all layers between slots, all read before any is written. `room` holds one layer's.
 void outstride_move(const Layer* layers, int count, const int64_t* sources, const int64_t* targets,
                     int entries, uint16_t* room) {
   for (int i = 0; i < count; i++) {
-    const Pass* a = layers[i].pass;
-    const int size = a->kv_heads * a->head_dim;
+    const int heads = layers[i].pass->kv_heads, size = layers[i].pass->head_dim;
     for (int write = 0; write < 2; write++) {
       const int64_t* slots = write ? targets : sources;
-      for (int e = 0; e < entries; e++) {
-        uint16_t* k = layers[i].keys + slots[e] / 16 * 16 * size + slots[e] % 16;
-        uint16_t* v = layers[i].values + slots[e] * size;
-        uint16_t* held = room + (size_t)e * 2 * size;
-        for (int j = 0; j < size; j++) {
+      uint16_t* held = room;
+      for (int e = 0; e < entries * heads; e++) {
+        const int64_t slot = slots[e / heads], lane = slot % 16;
+        const size_t place = (slot / 16 * heads + e % heads) * size * 16;
+        uint16_t* k = layers[i].keys + place + lane * 2;
+        uint16_t* v = layers[i].values + place + lane / 2 * 2 * size + lane % 2;
+        for (int d = 0; d < size; d++, held += 2) {
+          uint16_t *key = k + d / 2 * 32 + d % 2, *value = v + d * 2;
           if (write) {
-            k[j * 16] = held[j], v[j] = held[size + j];
+            *key = held[0], *value = held[1];
           } else {
-            held[j] = k[j * 16], held[size + j] = v[j];
+            held[0] = *key, held[1] = *value;
           }
         }
       }

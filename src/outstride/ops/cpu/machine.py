@@ -30,7 +30,7 @@ def threads() -> int:
 
 
 class Machine:
-    """Weights in int8, those of layers perhaps in int4; cache in fp16."""
+    """Weights in int8, those of layers perhaps in int4; cache in bf16."""
 
     def __init__(
         self,
@@ -50,6 +50,8 @@ class Machine:
         self._page_size = page_size
         if page_size % 16:
             raise ValueError("pages must hold a multiple of 16 entries")
+        if shape.head_dim % 2:
+            raise ValueError("heads must have an even number of dimensions")
         self._weights = weights
         weights.into_large_pages()
         self.width, self._heads_width, self._middle = widths(shape)
@@ -72,7 +74,7 @@ class Machine:
         self.windows: tuple[int | None, ...] = tuple(shape.windows)
         self._engine: int | None = None
         stored = "int8" if weights.bits == 8 else "int4 (head int8)"
-        self.name = f"cpu {native.ISAS[self._isa]} {stored} x 12 bit, cache fp16"
+        self.name = f"cpu {native.ISAS[self._isa]} {stored} x 12 bit, cache bf16"
         self._open(256)
 
     @classmethod
@@ -95,7 +97,7 @@ class Machine:
             self._lib.outstride_close(self._engine)
 
     def _zeros(self, entries: int) -> npt.NDArray[np.uint16]:
-        """Half-precision zeros that take memory only once they are written."""
+        """Zeros of sixteen bits that take memory only once they are written."""
         memory = mmap.mmap(-1, max(entries, 1) * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return np.frombuffer(memory, dtype=np.uint16)
 
@@ -117,7 +119,9 @@ class Machine:
         parts: list[Grafted | Follower] = [*self._grafts.values(), *self._followers.values()]
         parts.sort(key=lambda part: part.first)
         depth = rounded(max(depth, *(part.depth for part in parts), 0), GROUP)
-        scratch = max(self.width, 36 * shape.head_dim, SPREAD * (depth + GROUP))
+        group = shape.heads // shape.kv_heads
+        attention = self._lib.outstride_scratch(group, shape.head_dim, rows)
+        scratch = max(self.width, attention, SPREAD * (depth + GROUP))
         self._engine = self._lib.outstride_open(self._threads, self._isa, rows, depth, scratch)
         if not self._engine:
             raise MemoryError("the native kernels could not be started")

@@ -104,8 +104,11 @@ class Parts(Choice):
         tokens = np.concatenate([s.graph.tokens[s.first :] for s in batch.spans])
         positions = np.concatenate([s.graph.positions[s.first :] for s in batch.spans])
         x, beside = part.enter(tokens, before(batch.spans, self._page_size), self)
-        keys, values = self._keys[part.first], self._values[part.first]
-        queries = part.project(x, beside, positions, batch.slots, keys, values, self)
+        queries, *entries = part.project(x, beside, positions, self)
+        keys, values = (np.ascontiguousarray(entry, dtype=np.float32) for entry in entries)
+        layer, slots = self._calls[part.first], np.ascontiguousarray(batch.slots, dtype=np.int64)
+        self._lib.outstride_keep(layer, address(slots), batch.rows, address(keys), address(values))
+        queries = queries.reshape(batch.rows, -1)
         space.queries[: batch.rows, : queries.shape[1]] = queries
         return x
 
