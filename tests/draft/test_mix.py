@@ -9,8 +9,7 @@ import pytest
 from outstride import registry
 from outstride.core.guess import Guess, Odds, PerTenant, Sign
 from outstride.core.params import SamplingParams
-from outstride.draft.mix import SAMPLED, Joined
-from outstride.draft.promises import Forecast
+from outstride.draft.mix import Joined
 from outstride.errors import UnknownMethod
 from tests.conformance.harness import SAMPLINGS, Bench, alone, some_prompts
 
@@ -157,19 +156,3 @@ def test_chances_of_many_signs_are_those_of_each() -> None:
     priors = [rng.random() for _ in signs]
     each = [odds.chance(sign, prior) for sign, prior in zip(signs, priors, strict=True)]
     assert odds.chances(signs, priors) == each
-
-
-def test_promises_are_believed_as_far_as_they_were_kept() -> None:
-    everybody = Forecast()
-    one, two = Forecast(everybody), Forecast(everybody)
-    first = sum(one.over(())[:8])
-    for _ in range(30):
-        one.settle(2.0, 1)
-    assert one.trust == pytest.approx(0.5, abs=0.03)
-    assert sum(one.over(())[:8]) == pytest.approx(0.5 * first, rel=0.06)
-    assert two.trust == pytest.approx(everybody.trust)
-    for _ in range(60):
-        two.settle(1.0, 1)
-    assert two.trust > 0.9
-    assert sum(two.over(())[:8]) <= first
-    assert Forecast(share=SAMPLED).trust == SAMPLED

@@ -217,7 +217,7 @@ def test_pieces_leave_the_curve_as_it_is() -> None:
 
 def test_a_few_slow_steps_do_not_make_the_others_wait_longer() -> None:
     """Something else held up the last steps before a prompt came: that is not what is usual."""
-    cost, eight = Cost({1: 8.0, 64: 20.0}), [(1, 128)] * 8
+    cost, eight = Cost({1: 8.0, 8: 9.0, 64: 20.0}), [(1, 128)] * 8
     for _ in range(60):
         cost.observe(8, 10.0, (), eight)
     assert cost.talking(eight) == pytest.approx(10.0, rel=0.02)

@@ -205,7 +205,7 @@ class View:
         "chunk",
         "layers",
         "limit",
-        "price",
+        "prices",
     )
 
     def __init__(
@@ -226,8 +226,8 @@ class View:
         """How many given nodes the plan granted in this step."""
         self.ask = True
         """Whether the plan would have a trained part asked in this step."""
-        self.price = 0.0
-        """What a node has to promise to be worth its place in this step."""
+        self.prices: tuple[float, ...] = ()
+        """What each further node has to promise to be worth its place in this step."""
         self._features = features or {}
         self.limit = limit
         """The sequence never grows beyond this length."""
@@ -249,7 +249,7 @@ class View:
             self.layers,
             self._setting,
         )
-        view.ask, view.price = self.ask, self.price
+        view.ask, view.prices = self.ask, self.prices
         view._own = (state,)
         return view
 

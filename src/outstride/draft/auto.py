@@ -43,6 +43,11 @@ class Auto(Mix):
         state: State | None = view.state
         if state is None:
             return Demand()
+        state.swift = False
+        seldom = self.SELDOM if state.idle <= 4 * self.PATIENCE else 2 * self.SELDOM
+        state.resting = state.idle > self.PATIENCE and view.steps % seldom > 0
+        if state.resting:
+            return Demand()
         if self._chain is not None and view.graft(self.grafts[0]).swift:
             return self._swiftly(view, state, self._chain)
         return self._weighed(view, state)
@@ -55,10 +60,6 @@ class Auto(Mix):
         return Demand(asking=asking, whole=True)
 
     def _weighed(self, view: View, state: State) -> Demand:
-        seldom = self.SELDOM if state.idle <= 4 * self.PATIENCE else 2 * self.SELDOM
-        state.resting = state.idle > self.PATIENCE and view.steps % seldom > 0
-        if state.resting:
-            return Demand()
         joined = self._made(view, min(self.nodes, 2 * state.last + 4))
         if joined is None:
             return Demand()
@@ -81,6 +82,7 @@ class Auto(Mix):
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> State:
         state: State | None = view.state
         if state is not None and state.swift:
+            state.idle = 0
             state.promises.asked.learn([1.0] * (len(verdict.settled) - 1))
             return state
         if state is not None and state.resting:

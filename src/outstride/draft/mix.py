@@ -14,7 +14,7 @@ from outstride.core.guess import Guess, Odds, PerTenant, Sign
 from outstride.core.proposal import Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import View
 from outstride.draft.block_drafter import BlockDrafter
-from outstride.draft.promises import Promises, kind_of
+from outstride.draft.promises import Promises, affordable, kind_of
 from outstride.registry import method
 
 LEAST = 0.01
@@ -245,7 +245,8 @@ class Mix(Drafter):
             found = yield from self._trained.guess(view, 2 * self.nodes)
             state.joined = joined = Joined.of([*state.guesses, found], state.odds)
             state.promises.learn(state.kind, joined.gains)
-            room = min(room, sum(gain >= view.price for gain in joined.gains))
+            if view.prices:
+                room = min(room, affordable(joined.gains, view.prices))
         return joined.best(room)
 
     def propose(self, view: View, room: int) -> Rounds:

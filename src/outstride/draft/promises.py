@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Sequence
 
-PROMISES = tuple(0.6 * 0.78**i for i in range(48))
+PROMISES = tuple(0.6 * 0.78**i for i in range(16))
 """First word on what the nodes of a tree promise that a trained part took part in."""
 KINDS = (0.15, 0.5, 1.0, 2.0)
 """Where what was looked up promises so many tokens, the next kind of step begins."""
@@ -20,6 +20,20 @@ def kind_of(gains: Sequence[float]) -> int:
     which much was found, and the other way round.
     """
     return bisect(KINDS, sum(gains[:FIRST_NODES]))
+
+
+def affordable(gains: Sequence[float], prices: Sequence[float]) -> int:
+    """How many nodes, best first, promise most beyond what they cost.
+
+    Where a tile of the pass is full, the next node is dear and those behind it are cheap: it is the
+    sum that counts.
+    """
+    count, best, total = 0, 0.0, 0.0
+    for place, (gain, price) in enumerate(zip(gains, prices, strict=False), start=1):
+        total += gain - price
+        if total > best:
+            count, best = place, total
+    return count
 
 
 class Kept:
@@ -119,4 +133,4 @@ class Promises:
         weight = self._weights[kind]
         mine = [min(weight * gain, 1.0) for gain in self.asked.believed(self.asked.gains)]
         both = min(len(mine), len(gains))
-        return (*map(max, mine[:both], gains[:both]), *mine[both:])
+        return (*map(max, mine[:both], gains[:both]), *mine[both:], *gains[both:])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -22,11 +21,11 @@ from outstride.core.graph import chain, tree
 from outstride.core.proposal import Proposal, Wants
 from outstride.core.sequence import Table
 
-TILE = 16
+HALF, TILE = 8, 16
 """So many rows kernels take at a time: the next one costs more than those before it."""
 FULL = 0.75
 """A piece of a prompt that is cut where a tile ends keeps at least so much of itself."""
-KNOTS = (1, 2, 4, 8, TILE, TILE + 1, 32, 64)
+KNOTS = (1, 2, 4, HALF, HALF + 1, TILE, TILE + 1, 32, 64)
 CACHED = 128
 ROUNDS, LARGE = 5, 16
 """How often passes are timed, and from how many nodes on less often: they take long."""
@@ -89,12 +88,15 @@ class Reading:
 class Cost:
     """Seconds of a step, straight lines between knots, the last line going on for ever.
 
-    Two corrections are made after each step. The machine as a whole may be faster or slower now than
-    it was, which a quick average follows; single knots may lie wrong beside the others, which is put
-    right slowly. A curve that was given, not measured, stays as it is.
+    After each step the knots near it follow what it took, those further off by less. Somebody else on
+    the machine may slow passes over several nodes down, which compute, and hardly those over one,
+    which wait for memory: whoever drafts all the time learns nothing of what a plain pass would have
+    taken. If all has become slower, that shows once a plain one is taken. A curve that was given, not
+    measured, stays as it is.
     """
 
-    QUICK, SLOW = 0.2, 0.1
+    QUICK, REACH = 0.2, 0.6
+    """How fast a knot follows a step of its size, and how much less one of half or twice the size."""
 
     def __init__(self, seconds: Mapping[int, float], *, frozen: bool = False) -> None:
         if not seconds or min(seconds) < 1 or min(seconds.values()) <= 0:
@@ -108,7 +110,7 @@ class Cost:
         """What it costs beside others that talk."""
         self._behind = float(CACHED)
         """Behind how many entries sequences stood, on average, when the curve was last corrected."""
-        self._drift = 0.0
+        self._first = list(self._values)
         self._paces: deque[float] = deque(maxlen=STEPS)
         """How long recent steps took, against the curve as it was at first: logarithms."""
         self._seconds: deque[float] = deque(maxlen=STEPS)
@@ -155,13 +157,19 @@ class Cost:
         look, fetch = self.reading.look, self.reading.fetch
         further = sum((look * size + fetch) * (cached - self._behind) for size, cached in pieces)
         usual = self.curve(nodes)[nodes]
-        return self._calm() * max(usual + further, 0.5 * usual)
+        return self._calm(nodes) * max(usual + further, 0.5 * usual)
 
-    def _calm(self) -> float:
+    def _calm(self, nodes: int) -> float:
         """What is usual against what the curve says, which the last few steps may have pushed up."""
         if len(self._paces) < FEW:
             return 1.0
-        return math.exp(min(median(self._paces) - self._drift, 0.0))
+        return math.exp(min(median(self._paces) - self._drift(nodes), 0.0))
+
+    def _drift(self, nodes: int) -> float:
+        """How far the curve has moved at this place: a logarithm."""
+        first = float(np.interp(nodes, self._knots, self._first))
+        now = float(np.interp(nodes, self._knots, self._values))
+        return math.log(now / first)
 
     def observe(
         self, nodes: int, seconds: float, pieces: Pieces = (), talking: Pieces = ()
@@ -184,16 +192,14 @@ class Cost:
             self._behind += self.QUICK * (behind - self._behind)
         self._seconds.append(seconds)
         ratio = min(max(seconds / self.curve(nodes)[nodes], 0.5), 2.0)
-        self._paces.append(self._drift + math.log(ratio))
-        self._drift += self.QUICK * math.log(ratio)
-        self._values = [value * ratio**self.QUICK for value in self._values]
-        right = min(bisect_right(self._knots, nodes), len(self._knots) - 1)
-        left = max(right - 1, 0)
-        width = max(self._knots[right] - self._knots[left], 1)
-        near = min(max((nodes - self._knots[left]) / width, 0.0), 1.0)
-        self._values[left] *= ratio ** (self.SLOW * (1.0 - near))
-        self._values[right] *= ratio ** (self.SLOW * near)
-        self._values = _rising(self._values)
+        self._paces.append(self._drift(nodes) + math.log(ratio))
+        here = math.log2(min(nodes, self._knots[-1]))
+        self._values = _rising(
+            [
+                value * ratio ** (self.QUICK * self.REACH ** abs(math.log2(knot) - here))
+                for knot, value in zip(self._knots, self._values, strict=True)
+            ]
+        )
         self._curve = []
 
 
@@ -216,7 +222,7 @@ def _rising(values: list[float]) -> list[float]:
 
 
 def measure(model: Model, pool: PagePool, most: int, *, reading: bool = False) -> Cost | None:
-    """Times real passes over trees behind some entries, in turns; None while there is no room.
+    """Times real passes over trees behind some entries; None while there is no room.
 
     reading: also what it costs to read on in a long prompt, for those who are going to serve many.
     """
@@ -230,17 +236,22 @@ def measure(model: Model, pool: PagePool, most: int, *, reading: bool = False) -
     times: dict[int, list[float]] = {nodes: [] for nodes in knots}
     clock.run(CACHED)
     table.positions = list(range(CACHED))
-    for turn in range(ROUNDS):
-        for nodes in knots:
-            if turn < ROUNDS - 2 or nodes < LARGE:
+    for nodes in reversed(knots):  # in a row, as they come: the first finds traces of another
+        for turn in range(ROUNDS + 1):
+            if turn < ROUNDS - 1 or nodes < LARGE:
                 times[nodes].append(clock.run(nodes))
-    cost = Cost({nodes: median(seconds) for nodes, seconds in times.items()})
+    cost = Cost({nodes: _undisturbed(seconds[1:]) for nodes, seconds in times.items()})
     far = min(FAR, room + CACHED - PIECE)
     if reading and far > 2 * CACHED and pool.reserve(table, far + PIECE - CACHED) is not None:
         _measure_reading(cost.reading, clock, far)
     table.positions = []
     pool.close(table)
     return cost
+
+
+def _undisturbed(seconds: list[float]) -> float:
+    """What of several takes least, but for one: others on the machine only ever make it longer."""
+    return sorted(seconds)[min(1, len(seconds) - 1)]
 
 
 def _measure_reading(reading: Reading, clock: _Clock, far: int) -> None:

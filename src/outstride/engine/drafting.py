@@ -22,6 +22,13 @@ def _undrafted(turn: Turn) -> Proposal:
     return Proposal(given, len(given.tokens), wants=wants)
 
 
+def _passive(drafter: Drafter) -> bool:
+    """Whether a drafter that is given no room does nothing but look on."""
+    return type(drafter).propose is Drafter.propose or (
+        drafter.weighed and not drafter.models and drafter.wants == USUAL
+    )
+
+
 class Drafting:
     """Runs `propose` before the target's pass and `ahead` during it."""
 
@@ -44,7 +51,7 @@ class Drafting:
             turn = Turn(share, sequence, view, reading=share.given < share.pending)
             turns.append(turn)
             drafter = sequence.method.drafter
-            if share.room == 0 and type(drafter).propose is Drafter.propose:
+            if share.room == 0 and _passive(drafter):
                 found[turn] = _undrafted(turn)  # nothing to draft, no rounds
             else:
                 rounds[turn] = drafter.propose(view, share.room)

@@ -105,7 +105,7 @@ class Passes:
             sequence.view = view
         view.allotted = 0
         if share is not None:
-            view.allotted, view.ask, view.price = share.given, share.ask, share.price
+            view.allotted, view.ask, view.prices = share.given, share.ask, share.prices
         return view
 
     def reserve(self, turn: Turn, proposal: Proposal) -> bool:

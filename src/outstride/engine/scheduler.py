@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import itemgetter
 
 from outstride.cache.pool import Moves, PagePool
@@ -45,8 +46,8 @@ class Share:
     """Accepted tokens expected of nodes that the plan granted for what they are worth."""
     ask: bool = True
     """Whether a trained part is worth asking."""
-    price: float = 0.0
-    """What a node has to promise to be worth its place."""
+    prices: tuple[float, ...] = ()
+    """What each further node has to promise to be worth its place, where a trained part is asked."""
     cached: int = 0
     """Behind how many entries of the target it stands."""
 
@@ -84,8 +85,14 @@ class _Worth:
     rate: float
     """Tokens per second."""
     granted: dict[int, list[float]]
-    price: float
-    """What a node costs, in tokens."""
+    nodes: int
+    """Of the pass, those among them."""
+
+    def prices(self, cost: Cost, own: int, most: int) -> tuple[float, ...]:
+        """What the next nodes cost in tokens if `own` of the nodes are left out for them."""
+        first = self.nodes - own
+        curve = cost.curve(first + most)[first : first + most + 1]
+        return tuple([self.rate * (after - before) for before, after in pairwise(curve)])
 
 
 class _Demands(dict[Sequence, Demand]):
@@ -343,11 +350,11 @@ class Scheduler:
                 chosen = asked
         for share in emitting:
             gains = chosen.granted.get(share.sequence.id, [])
-            share.price = chosen.price
             room = len(gains)
             if share.ask and demands[share.sequence].asking and room:
                 demand = demands[share.sequence]
                 room = min(2 * room, len(demand.asking))  # priced when it is known
+                share.prices = chosen.prices(self.cost, len(gains), room)
                 if demand.whole:
                     room = len(demand.asking)
             table: Table = share.sequence.tables[TARGET]
@@ -394,5 +401,4 @@ class Scheduler:
         granted: dict[int, list[float]] = {}
         for gain, _, share in offers[:worth]:
             granted.setdefault(share.sequence.id, []).append(-gain)
-        each = (curve[nodes + worth] - curve[nodes]) / max(worth, 1)
-        return _Worth(best, granted, best * each)
+        return _Worth(best, granted, nodes + worth)
