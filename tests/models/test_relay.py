@@ -106,6 +106,22 @@ def test_text_is_that_of_plain_decoding(
     assert taken[True] > 3 * taken[False], "what was launched ahead was mostly in vain"
 
 
+def test_parts_of_one_model_do_not_mix_up_their_chains(model: Decoder, tmp_path: Path) -> None:
+    """Passes are recorded; each has to read the chain of the part that drafted for it."""
+    config = tiny(layers=3, tied=True)
+    prompts = [tokens(20 + 30 * seed, seed=seed) for seed in range(3)]
+    said = [generate(model, registry.build("plain"), prompt) for prompt in prompts]
+    for number, window in enumerate((None, 24)):
+        part = part_tensors(config)
+        bigrams(part, said[number])
+        folder = write_part(tmp_path / str(number), config, part, window=window)
+        attach(model, f"part {number}", folder, "abc")
+    for _ in range(3):  # seen, recorded, replayed
+        for number in range(2):
+            for prompt, plain in zip(prompts, said, strict=True):
+                assert generate(model, drafting(f"part {number}"), prompt) == plain
+
+
 class Everything(Acceptor):
     """Keeps whatever was drafted."""
 
