@@ -33,6 +33,8 @@ class Auto(Mix):
     """After so many steps in which nothing paid, it looks only now and then."""
     SELDOM = 4
     """Once in so many steps, and half as often after four times as many of them."""
+    STEADY = 8
+    """Where a swift part is asked, it is weighed once in so many steps whether to go on."""
 
     def __init__(self, *, parts: str = "", nodes: int = 48, from_: str = "") -> None:
         usual = "suffix" if from_ else "suffix+recycle"
@@ -55,8 +57,11 @@ class Auto(Mix):
     def _swiftly(self, view: View, state: State, chain: BlockDrafter) -> Demand:
         """A chain of the part alone, or nothing: a look at anything else takes longer than a pass."""
         state.resting = True
-        depth = min(chain.demand(view).most, view.graft(self.grafts[0]).block - 1)
-        asking = tuple(state.promises.asked.gains[: min(depth, view.limit - view.end - 1)])
+        usual = chain.demand(view)
+        if state.chains % self.STEADY:
+            return usual
+        depth = min(usual.most, view.graft(self.grafts[0]).block - 1)
+        asking = state.promises.chains.gains(min(depth, view.limit - view.end - 1))
         return Demand(asking=asking, whole=True)
 
     def _weighed(self, view: View, state: State) -> Demand:
@@ -82,12 +87,13 @@ class Auto(Mix):
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> State:
         state: State | None = view.state
         if state is not None and state.swift:
-            state.idle = 0
-            state.promises.asked.learn([1.0] * (len(verdict.settled) - 1))
+            state.idle, state.chains = 0, state.chains + 1
+            state.promises.chains.settle(1.0, len(verdict.settled) - 1)
             return state
         if state is not None and state.resting:
-            state.idle += 1
+            state.idle, state.chains = state.idle + 1, 0
             if not view.ask:
                 state.promises.asked.fade()
+                state.promises.chains.fade()
             return state
         return super().observe(view, proposal, scores, verdict)

@@ -171,6 +171,8 @@ class State:
     """Whether this step was taken without a look at anything."""
     swift: bool = False
     """Whether this step drafts the chain of a part that is swift, and nothing else."""
+    chains: int = 0
+    """How many such steps there were one behind the other."""
 
 
 @method("mix", family="joined")

@@ -99,6 +99,25 @@ class Forecast(Kept):
         self._promised, self._held = self.MEMORY * self._promised, self.MEMORY * self._held
 
 
+class Chains(Kept):
+    """How many tokens of a part's chain hold, where it drafts chains and nothing else.
+
+    That is more or less from step to step, so it is a mean over many; where it is not worth asking,
+    that is forgotten slowly.
+    """
+
+    FIRST, COMMON, KEEP = 4.0, 0.5, 0.995
+
+    def gains(self, depth: int) -> tuple[float, ...]:
+        """What the nodes of a chain promise."""
+        each = self.trust / (1.0 + self.trust)
+        return tuple([each ** (i + 1) for i in range(depth)])
+
+    def fade(self) -> None:
+        """Nobody asked."""
+        self._promised, self._held = self.KEEP * self._promised, self.KEEP * self._held
+
+
 class Promises:
     """What a trained part promises if it is asked, and what is looked up otherwise.
 
@@ -111,6 +130,9 @@ class Promises:
     def __init__(self, base: Promises | None = None, share: float = 1.0) -> None:
         self.asked: Forecast = Forecast(
             base.asked if base else None, base.asked._share if base else share
+        )
+        self.chains: Chains = Chains(
+            base.chains if base else None, base.chains._share if base else share
         )
         kinds = range(len(KINDS) + 1)
         self.looked: list[Kept] = [Kept(base.looked[kind] if base else None) for kind in kinds]
