@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from outstride import registry
+from outstride.core.params import SamplingParams
 from outstride.draft.mix import SAMPLED
 from outstride.draft.promises import (
     FIRST_NODES,
     KINDS,
     PROMISES,
+    Chains,
     Forecast,
     Promises,
     affordable,
     kind_of,
 )
+from tests.conformance.harness import Bench, toy_method
 
 
 def test_promises_are_believed_as_far_as_they_were_kept() -> None:
@@ -84,3 +88,41 @@ def test_nodes_are_taken_as_far_as_their_sum_pays() -> None:
     assert affordable(gains, [0.1, 0.1, 0.9, 0.05, 0.05, 0.05]) == 2  # a new tile does not pay
     assert affordable(gains, [0.1, 0.1, 0.5, 0.01, 0.01, 0.01]) == 6  # now it does, once it is full
     assert affordable(gains, [0.8] * 6) == affordable((), [0.1]) == 0
+
+
+def test_chains_are_followed_by_their_mean_and_forgotten_slowly() -> None:
+    chains = Chains(Chains())
+    assert sum(chains.gains(50)) == pytest.approx(1.0)  # the first word: one token of a chain holds
+    for _ in range(4):
+        for held in (0, 3, 1, 0):
+            chains.settle(1.0, held)
+    assert sum(chains.gains(50)) == pytest.approx(1.0, rel=0.1)  # no single step turns it
+    for _ in range(30):
+        chains.settle(1.0, 0)
+    low = sum(chains.gains(7))
+    assert low < 0.25
+    for _ in range(20):
+        chains.fade()
+    assert sum(chains.gains(7)) < 1.3 * low
+    for _ in range(2000):
+        chains.fade()
+    assert sum(chains.gains(50)) > 0.5
+
+
+def test_a_draft_without_a_part_settles_what_was_looked_up() -> None:
+    """`auto` without a trained part is told to ask by default, and there is nobody to ask."""
+    auto = registry.build("auto").drafter
+    engine = Bench()
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    seen: list[bool] = []
+    real = Promises.settle
+
+    def settle(self: Promises, kind: int, promised: float, held: int, asked: bool) -> None:
+        seen.append(asked)
+        real(self, kind, promised, held, asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Promises, "settle", settle)
+        engine.run([[1, 2, 3, 4] * 12], toy_method(auto, registry.build("plain").acceptor), params)
+    assert seen
+    assert not any(seen)

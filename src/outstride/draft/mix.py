@@ -269,14 +269,14 @@ class Mix(Drafter):
             known = self._odds if view.params.temperature == 0.0 else self._sampled
             odds, promises = known.of(view.salt)
             state = State([None] * len(self._drafters), Odds(odds), Promises(promises), [])
-        drafted = len(proposal.graph) - proposal.given
+        drafted, asked = len(proposal.graph) - proposal.given, view.ask and bool(self.grafts)
         if state.joined is not None:
             if drafted:
                 promised = sum(state.joined.gains[:drafted])
-                state.promises.settle(state.kind, promised, len(verdict.settled) - 1, view.ask)
+                state.promises.settle(state.kind, promised, len(verdict.settled) - 1, asked)
             state.joined.learn(view.tokens[state.end :], state.odds)
             state.joined = None
-        if not view.ask:
+        if not asked:
             state.promises.asked.fade()
         state.idle = 0 if drafted else state.idle + 1
         state.last = drafted or state.last
