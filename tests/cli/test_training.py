@@ -70,6 +70,32 @@ def test_from_words_to_a_trained_part(shell: Shell, model: str, tmp_path: Path) 
     assert "seed was 0 there and is 1 now" in other.err
 
 
+def test_long_prompts_and_several_folders(shell: Shell, model: str, tmp_path: Path) -> None:
+    """Passages from earlier words; training on both; and further training from what that made."""
+    first, long = tmp_path / "words", tmp_path / "long"
+    write(shell, model, first, "--max-answer", "40", "--tokens", "200")
+    ran = write(shell, model, long, "--passages", str(tmp_path / "none"))
+    assert ran.code == 1
+    assert "holds no words" in ran.err
+    assert not long.exists()
+    ran = write(shell, model, long, "--passages", str(first), "--max-passage", "64", "--seed", "5")
+    assert ran.code == 0, ran.err
+    about = Words.open(long).about["order"]
+    assert (about["passages"], about["max_passage"]) == (Words.open(first).digest(), 64)
+
+    ran = train(shell, model, tmp_path, "--data", str(long), "--no-forecast")
+    assert ran.code == 0, ran.err
+    recipe = json.loads((tmp_path / "part" / "recipe.json").read_text())
+    assert [part["order"]["seed"] for part in recipe["data"]["folders"]] == [0, 5]
+    further = f"layers=1,block=4,anchors=4,taps=1,2,rank=4,begin={tmp_path / 'part'}"
+    again = ["--data", str(long), "--no-forecast", "--out", str(tmp_path / "more")]
+    ran = train(shell, model, tmp_path, *again, "--set", further)
+    assert ran.code == 0, ran.err
+    ran = train(shell, model, tmp_path, *again, "--set", further.replace("block=4", "block=5"))
+    assert ran.code != 0
+    assert "has block 4 where this training has 5" in ran.err
+
+
 def test_words_of_another_model_are_refused(shell: Shell, model: str, tmp_path: Path) -> None:
     write(shell, model, tmp_path / "words", "--tokens", "20")
     about = json.loads((tmp_path / "words" / "words.json").read_text())

@@ -273,6 +273,9 @@ def test_passages_are_put_together_from_answers_of_a_folder(model: str, tmp_path
     other = Order(seed=2, passages=str(tmp_path / "words"), max_passage=100)
     with pytest.raises(InvalidData, match="written otherwise"):
         write(model, tmp_path / "long", 60, other)
+    Words.open(tmp_path / "words").append(texts[:1], len(texts) + 1)
+    with pytest.raises(InvalidData, match="written otherwise"):  # other passages, other prompts
+        write(model, tmp_path / "long", 600, order)
 
 
 def test_a_folder_without_answers_makes_no_passages(model: str, tmp_path: Path) -> None:

@@ -46,6 +46,22 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--set", default="", metavar="KEY=VALUE,…", help="options of the recipe (see --list)"
     )
+    _add_course(parser)
+    parser.add_argument(
+        "--int8", action="store_true", help="store large matrices in 8 bits instead of 16"
+    )
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where torch can see a card)")
+    parser.add_argument(
+        "--no-forecast",
+        action="store_true",
+        help="do not measure what passes cost here, and so foretell no speed-up",
+    )
+    add_weights_option(parser)
+    parser.set_defaults(action=run)
+
+
+def _add_course(parser: argparse.ArgumentParser) -> None:
+    """Adds how long and how it is trained."""
     long = parser.add_mutually_exclusive_group()
     long.add_argument("--steps", type=int, metavar="N", help="how many steps to train")
     long.add_argument(
@@ -79,17 +95,6 @@ def add(commands: Any) -> None:
         metavar="N",
         help="steps between measurements (default: 8 in all)",
     )
-    parser.add_argument(
-        "--int8", action="store_true", help="store large matrices in 8 bits instead of 16"
-    )
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where torch can see a card)")
-    parser.add_argument(
-        "--no-forecast",
-        action="store_true",
-        help="do not measure what passes cost here, and so foretell no speed-up",
-    )
-    add_weights_option(parser)
-    parser.set_defaults(action=run)
 
 
 def run(args: argparse.Namespace, context: Context) -> int:

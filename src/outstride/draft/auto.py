@@ -57,12 +57,12 @@ class Auto(Mix):
     def _swiftly(self, view: View, state: State, chain: BlockDrafter) -> Demand:
         """A chain of the part alone, or nothing: a look at anything else takes longer than a pass."""
         state.resting = True
-        usual = chain.demand(view)
+        depth = min(chain.demand(view).most, view.graft(self.grafts[0]).block - 1)
+        depth = min(depth, view.limit - view.end - 1)
+        gains = state.promises.chains.gains(depth)
         if state.chains % self.STEADY:
-            return usual
-        depth = min(usual.most, view.graft(self.grafts[0]).block - 1)
-        asking = state.promises.chains.gains(min(depth, view.limit - view.end - 1))
-        return Demand(asking=asking, whole=True)
+            return Demand(most=depth, gain=sum(gains))
+        return Demand(asking=gains, whole=True)
 
     def _weighed(self, view: View, state: State) -> Demand:
         joined = self._made(view, min(self.nodes, 2 * state.last + 4))

@@ -43,24 +43,26 @@ class Kept:
     """
 
     MEMORY, FIRST, MOST, COMMON = 0.96, 10.0, 1.0, 1.0
+    """What is left of old steps after a new one; how many promised tokens the first word counts as; the
+    most that is believed; and how much of the first word is what everybody has seen."""
 
     def __init__(self, base: Kept | None = None, share: float = 1.0) -> None:
-        self._below = base
+        self._base = base
         self._promised, self._held = 0.0, 0.0
-        self._share = share
+        self._share: float = base._share if base is not None else share
 
     @property
     def trust(self) -> float:
         """What a promised token is worth."""
         before = self._share
-        if self._below is not None:
-            before += self.COMMON * (self._below.trust - before)
+        if self._base is not None:
+            before += self.COMMON * (self._base.trust - before)
         return (self._held + self.FIRST * before) / (self._promised + self.FIRST)
 
     def settle(self, promised: float, held: int) -> None:
         """Enters how many tokens a draft promised, and how many of them held."""
-        if self._below is not None:
-            self._below.settle(promised, held)
+        if self._base is not None:
+            self._base.settle(promised, held)
         self._promised = self.MEMORY * self._promised + promised
         self._held = self.MEMORY * self._held + held
 
@@ -82,12 +84,9 @@ class Forecast(Kept):
     def __init__(self, base: Forecast | None = None, share: float = 1.0) -> None:
         super().__init__(base, share)
         self.gains: list[float] = list(PROMISES)
-        self._base = base
 
     def learn(self, gains: Sequence[float]) -> None:
         """Enters a tree's gains, falling."""
-        if self._base is not None:
-            self._base.learn(gains)
         mine, quick = self.gains, self.QUICK
         padded = [*gains[: len(mine)], *[0.0] * (len(mine) - len(gains))]
         self.gains = [own + quick * (gain - own) for own, gain in zip(mine, padded, strict=True)]
@@ -128,12 +127,8 @@ class Promises:
     QUICK, LEAST, MOST = 0.05, 0.4, 2.5
 
     def __init__(self, base: Promises | None = None, share: float = 1.0) -> None:
-        self.asked: Forecast = Forecast(
-            base.asked if base else None, base.asked._share if base else share
-        )
-        self.chains: Chains = Chains(
-            base.chains if base else None, base.chains._share if base else share
-        )
+        self.asked: Forecast = Forecast(base.asked if base else None, share)
+        self.chains: Chains = Chains(base.chains if base else None, share)
         kinds = range(len(KINDS) + 1)
         self.looked: list[Kept] = [Kept(base.looked[kind] if base else None) for kind in kinds]
         self._weights: list[float] = base._weights if base else [1.0 for _ in kinds]

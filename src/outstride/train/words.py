@@ -15,6 +15,7 @@ metadata which number the next text has, so that writing can go on behind it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -181,6 +182,14 @@ class Words:
     def end(self) -> int:
         """The id behind a text."""
         return int(self.about["end"])
+
+    def digest(self) -> str:
+        """Names the words that are there by now."""
+        found = hashlib.sha256()
+        for shard in self.shards():
+            found.update(shard.tokens.tobytes())
+            found.update(shard.starts.tobytes())
+        return found.hexdigest()[:16]
 
     def paths(self) -> list[Path]:
         return sorted(self.folder.glob("part-*.safetensors"))

@@ -84,11 +84,13 @@ class Order:
         return prompt + 64 + self.max_answer
 
     def about(self) -> dict[str, Any]:
-        """For words.json: everything, with a digest in place of the given prompts."""
+        """For words.json: everything, with digests in place of the given prompts and passages."""
         listed = hashlib.sha256("\0".join(self.prompts).encode()).hexdigest()[:16]
         given = {"prompts": len(self.prompts), "prompts_digest": listed}
         found = {**asdict(self), **given}
-        if not self.passages:
+        if self.passages:
+            found["passages"] = Words.open(self.passages).digest()
+        else:
             del found["passages"], found["max_passage"]
         return found
 
