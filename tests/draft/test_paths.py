@@ -43,6 +43,7 @@ def candidates(rng: np.random.Generator, levels: int, size: int) -> tuple[IntArr
 
 def same(one: Guess, other: Guess) -> None:
     assert (one.tokens, one.parents) == (other.tokens, other.parents)
+    assert one.signs == other.signs
     assert np.allclose(one.chances, other.chances, atol=1e-5)
 
 
@@ -52,13 +53,12 @@ def same(one: Guess, other: Guess) -> None:
 def test_compiled_as_in_python(seed: int, temperature: float) -> None:
     rng, view = np.random.default_rng(seed), view_of(temperature)
     graft = part(rng)
-    levels, size, width = (int(n) for n in rng.integers((1, 1, 1), (8, 17, 6)))
+    levels, size, width, room = (int(n) for n in rng.integers((1, 1, 1, 1), (8, 17, 6, 24)))
     tokens, values = candidates(rng, levels, size)
     guesses = []
     for lib in (host.library(), None):
         paths = Paths(view, graft, width)
-        paths.through(tokens, values, lib)
-        guesses.append(paths.guess(9, "block-drafter"))
+        guesses.append(paths.through(tokens, values, room, "block-drafter", lib))
     same(*guesses)
 
 
@@ -68,8 +68,8 @@ def test_the_best_of_all_paths(compiled: bool) -> None:
     graft = part(rng)
     tokens, values = candidates(rng, 3, 4)
     paths = Paths(view, graft, width=64)  # wide enough to lose nothing
-    paths.through(tokens, values, host.library() if compiled else None)
-    found = paths.guess(10_000, "block-drafter")
+    lib = host.library() if compiled else None
+    found = paths.through(tokens, values, 10_000, "block-drafter", lib)
 
     def chance(before: int, level: int, place: int) -> float:
         scores = values[level] + graft.after[graft.rows[tokens[level]]] @ graft.before[
@@ -102,4 +102,4 @@ def test_a_token_without_a_row_is_refused(token: int) -> None:
     graft = part(np.random.default_rng(1))
     tokens, values = np.asarray([[1, token]]), np.zeros((1, 2), dtype=np.float32)
     with pytest.raises(IndexError, match="tables do not have"):
-        Paths(view_of(0.0), graft, 2).through(tokens, values, host.library())
+        Paths(view_of(0.0), graft, 2).through(tokens, values, 9, "eagle", host.library())

@@ -264,8 +264,12 @@ def decode(
     work = [(s, portion) for s in settings for portion in _portions(prompts, s.batch)]
     watch = Watch(progress)
     watch.expected = len(work) * len(report.methods)
-    for method in report.methods:  # load, compile, measure what passes cost
-        llm.chat("Count to ten.", SamplingParams(max_tokens=24), method=method, salt="warm-up")
+    by_length = sorted(prompts, key=lambda prompt: len(prompt.text))
+    texts = ["Count to ten.", *dict.fromkeys(p.text for p in (by_length[:1] + by_length[-1:]))]
+    for method in report.methods:  # load, compile, record, measure what passes cost
+        for text in texts:
+            length = min(params.max_tokens, 24 if text is texts[0] else 64)
+            llm.chat(text, SamplingParams(max_tokens=length), method=method, salt="warm-up")
     for setting, portion in work:
         seed = params.seed if params.seed is not None else 0  # the same noise for all methods
         chosen = replace(params, temperature=setting.temperature, seed=seed)

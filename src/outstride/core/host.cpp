@@ -8,6 +8,7 @@
 #include <Python.h>
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 #include <algorithm>
 #include <iterator>
@@ -27,6 +28,15 @@ class Lent {
   }
   bool take(PyObject* array, bool writable = false) {
     held_ = PyObject_GetBuffer(array, &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0;
+    return held_;
+  }
+  // The same, of numbers of one of these kinds (see Python's struct).
+  bool take(PyObject* array, const char* kinds) {
+    held_ = PyObject_GetBuffer(array, &view_, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) == 0;
+    if (held_ && (!view_.format || !strchr(kinds, view_.format[0]))) {
+      PyErr_SetString(PyExc_TypeError, "an array of other numbers");
+      return false;
+    }
     return held_;
   }
   template <typename T>
@@ -325,22 +335,41 @@ bool has_rows(const Tables& a, int64_t last, Py_ssize_t vocabulary, Py_ssize_t b
   return true;
 }
 
-// paths(tokens, values, noise or None, rows, before, after, last, levels, width, rank, warmth): lists of
-// how likely nodes are reached, of their chances, parents, tokens and depths.
+// The `room` likeliest nodes of all levels, in their old order; of equals, the first.
+std::vector<Step> leading(const std::vector<Step>& all, int room) {
+  std::vector<int> order(all.size()), places(all.size(), -1);
+  for (size_t i = 0; i < all.size(); i++) order[i] = (int)i;
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int one, int other) { return all[one].reached > all[other].reached; });
+  order.resize(std::min(order.size(), (size_t)room));
+  std::sort(order.begin(), order.end());
+  std::vector<Step> kept;
+  for (int node : order) {
+    const int parent = all[node].parent;
+    if (parent >= 0 && places[parent] < 0) continue;  // nothing hangs in the air
+    places[node] = (int)kept.size();
+    kept.push_back(all[node]);
+    kept.back().parent = parent < 0 ? -1 : places[parent];
+  }
+  return kept;
+}
+
+// paths(tokens, values, noise or None, rows, before, after, last, levels, width, rank, warmth, room):
+// lists of the tokens of the likeliest nodes, of their parents, depths and chances.
 PyObject* paths(PyObject*, PyObject* args) {
   PyObject* arrays[6];
   long long last;
-  int levels, width, rank;
+  int levels, width, rank, room;
   float warmth;
-  if (!PyArg_ParseTuple(args, "OOOOOOLiiif", &arrays[0], &arrays[1], &arrays[2], &arrays[3], &arrays[4],
-                        &arrays[5], &last, &levels, &width, &rank, &warmth))
+  if (!PyArg_ParseTuple(args, "OOOOOOLiiifi", &arrays[0], &arrays[1], &arrays[2], &arrays[3], &arrays[4],
+                        &arrays[5], &last, &levels, &width, &rank, &warmth, &room))
     return nullptr;
   Lent lent[6];
   for (int i = 0; i < 6; i++)
-    if (arrays[i] != Py_None && !lent[i].take(arrays[i])) return nullptr;
+    if (arrays[i] != Py_None && !lent[i].take(arrays[i], i == 0 || i == 3 ? "lq" : "f")) return nullptr;
   const Py_ssize_t all = lent[0].count<int64_t>();
   const bool warm = arrays[2] != Py_None;
-  if (levels < 1 || width < 1 || rank < 1 || all < levels || all % levels || all > 1 << 20 ||
+  if (levels < 1 || width < 1 || rank < 1 || room < 0 || all < levels || all % levels || all > 1 << 20 ||
       lent[1].count<float>() != all || (warm && lent[2].count<float>() != all))
     return refuse("candidates that do not fit their logits");
   const Tables tables = {lent[0].as<const int64_t>(), lent[1].as<const float>(),
@@ -352,9 +381,9 @@ PyObject* paths(PyObject*, PyObject* args) {
     PyErr_SetString(PyExc_IndexError, "a trained part guessed a token that its tables do not have");
     return nullptr;
   }
-  const std::vector<Step> found = likeliest(tables, last);
-  PyObject* lists = PyTuple_New(5);
-  for (int i = 0; lists && i < 5; i++) {
+  const std::vector<Step> found = leading(likeliest(tables, last), room);
+  PyObject* lists = PyTuple_New(4);
+  for (int i = 0; lists && i < 4; i++) {
     PyObject* list = PyList_New((Py_ssize_t)found.size());
     if (!list) {
       Py_DECREF(lists);
@@ -363,11 +392,10 @@ PyObject* paths(PyObject*, PyObject* args) {
     PyTuple_SET_ITEM(lists, i, list);
     for (size_t n = 0; n < found.size(); n++) {
       const Step& step = found[n];
-      PyObject* value = i == 0   ? PyFloat_FromDouble(step.reached)
-                        : i == 1 ? PyFloat_FromDouble(step.chance)
-                        : i == 2 ? PyLong_FromLong(step.parent)
-                        : i == 3 ? PyLong_FromLongLong(step.token)
-                                 : PyLong_FromLong(step.depth);
+      PyObject* value = i == 0   ? PyLong_FromLongLong(step.token)
+                        : i == 1 ? PyLong_FromLong(step.parent)
+                        : i == 2 ? PyLong_FromLong(step.depth)
+                                 : PyFloat_FromDouble(step.chance);
       if (!value) {
         Py_DECREF(lists);
         return nullptr;

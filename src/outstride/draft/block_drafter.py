@@ -73,5 +73,5 @@ class BlockDrafter(Drafter):
             return chained(scores.chain, scores.chances, min(room, self.nodes), "block-drafter")
         assert scores.values is not None
         paths = Paths(view, graft, self.width)
-        paths.through(scores.best, scores.values, host.library())
-        return paths.guess(min(room, self.nodes), "block-drafter")
+        room = min(room, self.nodes)
+        return paths.through(scores.best, scores.values, room, "block-drafter", host.library())

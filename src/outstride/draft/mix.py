@@ -14,7 +14,7 @@ from outstride.core.guess import Guess, Odds, PerTenant, Sign
 from outstride.core.proposal import Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import View
 from outstride.draft.block_drafter import BlockDrafter
-from outstride.draft.promises import Promises, affordable, kind_of
+from outstride.draft.promises import PROMISES, Promises, affordable, kind_of
 from outstride.registry import method
 
 LEAST = 0.01
@@ -39,6 +39,8 @@ class Joined:
     @classmethod
     def of(cls, guesses: Sequence[Guess], odds: Odds) -> Joined:
         """Merges what is the same; what contradicts a likelier guess is worth what that leaves."""
+        if len(guesses) == 1:
+            return cls._alone(guesses[0], odds)
         tokens: list[int] = []
         parents: list[int] = []
         chances: list[float] = []
@@ -64,30 +66,25 @@ class Joined:
                     claims[node] += (sign,)
                     chances[node] = 1.0 - (1.0 - chances[node]) * (1.0 - chance)
                 places.append(node)
-        joined = [
-            _sign_of(
-                signs[0].source if len(signs) == 1 else "+".join([sign.source for sign in signs]),
-                _about(chance),
-            )
-            for signs, chance in zip(claims, chances, strict=True)
-        ]
+        joined = _named(["+".join([sign.source for sign in signs]) for signs in claims], chances)
         chances = odds.chances(joined, chances)
-        if len(guesses) > 1:
-            for rivals in children.values():
-                if len(rivals) > 1:
-                    _discount(rivals, joined, chances, odds)
-        gains: list[float] = []
-        for node, parent in enumerate(parents):
-            gains.append(chances[node] * (gains[parent] if parent >= 0 else 1.0))
-        order = [node for node, gain in enumerate(gains) if gain >= LEAST]
-        order.sort(key=lambda node: -gains[node])
-        return cls(
-            Guess(tokens, parents, joined, chances),
-            claims,
-            children,
-            order,
-            [gains[node] for node in order],
-        )
+        for rivals in children.values():
+            if len(rivals) > 1:
+                _discount(rivals, joined, chances, odds)
+        whole = Guess(tokens, parents, joined, chances)
+        return cls(whole, claims, children, *_ranked(parents, chances))
+
+    @classmethod
+    def _alone(cls, guess: Guess, odds: Odds) -> Joined:
+        """One drafter's guess as it is: nothing to merge, nobody contradicts it."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(guess.parents):
+            children.setdefault(parent, []).append(node)
+        signs = list(map(_alone, guess.signs))
+        chances = odds.chances(signs, guess.chances)
+        mine = Guess(guess.tokens, guess.parents, signs, chances)
+        claims: list[tuple[Sign, ...]] = [(sign,) for sign in guess.signs]
+        return cls(mine, claims, children, *_ranked(guess.parents, chances))
 
     def best(self, count: int) -> Guess:
         """The `count` best nodes as a tree of their own."""
@@ -118,6 +115,16 @@ class Joined:
             node = reached
 
 
+def _ranked(parents: list[int], chances: list[float]) -> tuple[list[int], list[float]]:
+    """Nodes by how likely they are reached, as far as worth a thought, and how likely that is."""
+    gains: list[float] = []
+    for parent, chance in zip(parents, chances, strict=True):
+        gains.append(chance * gains[parent] if parent >= 0 else chance)
+    order = [node for node, gain in enumerate(gains) if gain >= LEAST]
+    order.sort(key=gains.__getitem__, reverse=True)
+    return order, [gains[node] for node in order]
+
+
 def _about(chance: float) -> int:
     """A chance to the nearest step of a coarse scale, fine where it is small.
 
@@ -125,6 +132,17 @@ def _about(chance: float) -> int:
     They are corrected by how often such estimates held, which takes few kinds of them.
     """
     return round(12.0 * math.sqrt(max(chance, 0.0)))
+
+
+@cache
+def _alone(sign: Sign) -> Sign:
+    """What a node goes by where nobody else guessed anything."""
+    return Sign(sign.source, (-3, *sign.key))
+
+
+def _named(sources: list[str], chances: list[float]) -> list[Sign]:
+    """What nodes go by whose chances are estimates that rest on others."""
+    return list(map(_sign_of, sources, map(_about, chances)))
 
 
 @cache
@@ -244,11 +262,13 @@ class Mix(Drafter):
             return Guess()
         if self._trained is not None and view.ask:
             state: State = view.state
-            found = yield from self._trained.guess(view, 2 * self.nodes)
+            most = max(len(view.prices), len(PROMISES)) if view.prices else 2 * self.nodes
+            found = yield from self._trained.guess(view, most)
             state.joined = joined = Joined.of([*state.guesses, found], state.odds)
             state.promises.learn(state.kind, joined.gains)
             if view.prices:
-                room = min(room, affordable(joined.gains, view.prices))
+                believed = state.promises.asked.believed(joined.gains)
+                room = min(room, affordable(believed, view.prices))
         return joined.best(room)
 
     def propose(self, view: View, room: int) -> Rounds:
@@ -263,12 +283,14 @@ class Mix(Drafter):
 
     # --- what came of it ----------------------------------------------------------------------------
 
+    def _begin(self, view: View) -> State:
+        """Of a sequence that resembles others of its tenant."""
+        known = self._odds if view.params.temperature == 0.0 else self._sampled
+        odds, promises = known.of(view.salt)
+        return State([None] * len(self._drafters), Odds(odds), Promises(promises), [])
+
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> State:
-        state: State | None = view.state
-        if state is None:
-            known = self._odds if view.params.temperature == 0.0 else self._sampled
-            odds, promises = known.of(view.salt)
-            state = State([None] * len(self._drafters), Odds(odds), Promises(promises), [])
+        state: State = view.state or self._begin(view)
         drafted, asked = len(proposal.graph) - proposal.given, view.ask and bool(self.grafts)
         if state.joined is not None:
             if drafted:

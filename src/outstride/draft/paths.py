@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 
 import numpy as np
@@ -68,33 +69,36 @@ class Paths:
         self._depth += 1
         return origins, best
 
-    def through(self, tokens: IntArray, values: FloatArray, lib: ModuleType | None = None) -> None:
+    def through(
+        self, tokens: IntArray, values: FloatArray, room: int, source: str, lib: ModuleType | None
+    ) -> Guess:
         """All levels at once, where candidates do not depend on the path: a row for each level.
 
-        With the host's library (`core.host`), in compiled code; then it is all that is done with
-        these paths.
+        The `room` likeliest nodes of them; with the host's library (`core.host`), in compiled code.
         """
         if lib is None:
             for level, scores in zip(tokens, values, strict=True):
                 self.grow(level, scores)
-            return
+            return self.guess(room, source)
         graft, view, noise = self._graft, self._view, None
         if (warmth := view.params.temperature) > 0:
             draw, at = Draw(seed=view.seed, index=view.index), view.end
             noise = noise_of(draw, at + np.arange(len(tokens))[:, None], tokens)
-        self._reached, self._chances, self._parents, self._tokens, self._depths = lib.paths(
+        found, parents, depths, chances = lib.paths(
             np.ascontiguousarray(tokens, dtype=np.int64),
             np.ascontiguousarray(values, dtype=np.float32),
             noise,
-            np.ascontiguousarray(graft.rows, dtype=np.int64),
-            np.ascontiguousarray(graft.before, dtype=np.float32),
-            np.ascontiguousarray(graft.after, dtype=np.float32),
+            graft.rows,
+            graft.before,
+            graft.after,
             view.tokens[-1],
             len(tokens),
             self._width,
             graft.before.shape[1],
             warmth,
+            room,
         )
+        return Guess(found, parents, list(map(_signs(source).of, depths, chances)), chances)
 
     def _softened(self, scores: FloatArray, tokens: IntArray, at: int) -> FloatArray:
         """The chances of candidates by their scores, noise included, a row for each path."""
@@ -117,19 +121,28 @@ class Paths:
                 places[node] = len(chosen)
                 chosen.append(node)
         chances = [self._chances[node] for node in chosen]
+        depths = [self._depths[node] for node in chosen]
         return Guess(
             [self._tokens[node] for node in chosen],
             [places[parents[node]] for node in chosen],
-            [
-                _sign(source, self._depths[node], chance)
-                for node, chance in zip(chosen, chances, strict=True)
-            ],
+            list(map(_signs(source).of, depths, chances)),
             chances,
         )
 
 
-def _sign(source: str, depth: int, chance: float) -> Sign:
-    return Sign(source, (min(depth, DEEPEST), int(10 * chance)))
+class _Signs:
+    """What a part's nodes go by: how deep they are and how sure it is, a dozen signs for each step."""
+
+    def __init__(self, source: str) -> None:
+        self._known = [
+            [Sign(source, (depth, about)) for about in range(11)] for depth in range(DEEPEST + 1)
+        ]
+
+    def of(self, depth: int, chance: float) -> Sign:
+        return self._known[min(depth, DEEPEST)][int(10 * chance)]
+
+
+_signs = cache(_Signs)
 
 
 def chained(tokens: IntArray, chances: FloatArray, room: int, source: str) -> Guess:
@@ -138,6 +151,6 @@ def chained(tokens: IntArray, chances: FloatArray, room: int, source: str) -> Gu
     return Guess(
         tokens.tolist()[:room],
         list(range(-1, len(sure) - 1)),
-        [_sign(source, depth, chance) for depth, chance in enumerate(sure)],
+        list(map(_signs(source).of, range(len(sure)), sure)),
         sure,
     )

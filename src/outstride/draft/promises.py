@@ -102,10 +102,10 @@ class Chains(Kept):
     """How many tokens of a part's chain hold, where it drafts chains and nothing else.
 
     That is more or less from step to step, so it is a mean over many; where it is not worth asking,
-    that is forgotten slowly.
+    that is forgotten in time, for texts change.
     """
 
-    FIRST, COMMON, KEEP = 4.0, 0.5, 0.995
+    FIRST, COMMON, KEEP = 4.0, 0.5, 0.985
 
     def gains(self, depth: int) -> tuple[float, ...]:
         """What the nodes of a chain promise."""

@@ -116,6 +116,7 @@ class Cost:
         self._seconds: deque[float] = deque(maxlen=STEPS)
         """How long they took, less what reading prompts takes."""
         self._drafting = [share * self._values[0] for share in (GUESSING, ASKING)]
+        self._drafts = [deque([seconds], maxlen=FEW) for seconds in self._drafting]
 
     @property
     def usual(self) -> float:
@@ -129,9 +130,9 @@ class Cost:
     def observe_drafting(self, count: int, seconds: float, *, asking: bool) -> None:
         """Enters how long making drafts for so many sequences took, trained parts asked or not."""
         if not self._frozen:
-            known = self._drafting[asking]
-            found = seconds / (1.0 + FURTHER * (count - 1))
-            self._drafting[asking] += self.QUICK * (min(max(found, 0.5 * known), 2 * known) - known)
+            seen = self._drafts[asking]
+            seen.append(max(seconds, 0.0) / (1.0 + FURTHER * (count - 1)))
+            self._drafting[asking] = median(seen)
 
     @property
     def knots(self) -> dict[int, float]:

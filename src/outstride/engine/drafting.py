@@ -39,11 +39,13 @@ class Drafting:
         self._chunk = chunk
         self.asked = 0
         """How many sequences asked trained parts in this step."""
+        self.swift = False
+        """Whether a part was among them that is asked, and checked, while others still work."""
 
     def propose(self, plan: Plan) -> list[Turn]:
         """A proposal for the target from everybody who has a share."""
         turns: list[Turn] = []
-        self.asked = 0
+        self.asked, self.swift = 0, False
         rounds, found = {}, {}
         for share in plan.shares:
             sequence = share.sequence
@@ -115,7 +117,9 @@ class Drafting:
                 inbox.update(
                     zip(proposals, self._passes.forward(name, proposals).wait(), strict=True)
                 )
-                self.asked += sum(bool(proposal.graft) for proposal in proposals.values())
+                parts = [proposal.graft for proposal in proposals.values() if proposal.graft]
+                self.asked += len(parts)
+                self.swift |= any(self._passes.setting.grafts[part].swift for part in parts)
                 self._ledger.count_round(name, [turn.sequence for turn in proposals])
         return results
 

@@ -76,15 +76,27 @@ class Engine:
             self.commit(verdicts, scores)
         nodes = self.ledger.record(turn.proposal for turn in turns)
         if self.scheduler.cost is not None:
-            pieces, talking = pieces_of(turn.share for turn in turns)
-            guessing = [turn for turn in turns if turn.share.room]
-            if guessing and all(turn.sequence.method.drafter.weighed for turn in guessing):
-                asking, cost = self.drafting.asked, self.scheduler.cost
-                cost.observe_drafting(asking or len(guessing), drafting, asking=asking > 0)
-            # What drafting takes says nothing of what passes cost, nor what others' takes of ours.
-            seconds = time.perf_counter() - start - drafting
-            if all(turn.proposal.layers is None for turn in turns):  # else it was no whole pass
-                self.scheduler.cost.observe(nodes, seconds, pieces, talking)
+            whole = time.perf_counter() - start
+            self._learn(self.scheduler.cost, turns, nodes, whole, drafting)
+
+    def _learn(
+        self, cost: Cost, turns: list[Turn], nodes: int, whole: float, drafting: float
+    ) -> None:
+        """Enters what a step took, and what of that went by while drafts were made."""
+        pieces, talking = pieces_of(turn.share for turn in turns)
+        guessing = [turn for turn in turns if turn.share.room]
+        weighed = all(turn.sequence.method.drafter.weighed for turn in guessing)
+        asking = self.drafting.asked
+        if self.drafting.swift:
+            # The pass was under way while the draft was awaited: only both together are known.
+            if weighed and not pieces:
+                cost.observe_drafting(asking, whole - cost.curve(nodes)[nodes], asking=True)
+            return
+        if guessing and weighed:
+            cost.observe_drafting(asking or len(guessing), drafting, asking=asking > 0)
+        # What drafting takes says nothing of what passes cost, nor what others' takes of ours.
+        if all(turn.proposal.layers is None for turn in turns):  # else it was no whole pass
+            cost.observe(nodes, whole - drafting, pieces, talking)
 
     def _demand(self, sequence: Sequence) -> Demand:
         if type(sequence.method.drafter).demand is Drafter.demand:

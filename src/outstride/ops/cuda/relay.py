@@ -42,6 +42,8 @@ NODES, ITEMS, ITEMS_AT, PAGES_AT, SLACK = 2, 3, 4, 5, 6
 and where they begin, where its pages begin, and by how much it is moved at the most."""
 MOST = 512
 """Items that may be moved."""
+KEPT = 1024
+"""Descriptions that are kept: the next answers stand behind as many entries once more."""
 
 
 class Mould:
@@ -53,11 +55,10 @@ class Mould:
     def __init__(self, windows: Sequence[int | None], card: Card, *, level: bool) -> None:
         (self._window,) = windows
         self._card, self._level = card, level
-        self._made: Layout | None = None
-        self._key: tuple[int, ...] = ()
-        self._context = 0
-        self._edges: list[int] = []
-        """What decides which blocks are read: places, counted from the context on."""
+        self._edges: dict[tuple[int, int], list[int]] = {}
+        """By nodes and slack, what decides which blocks are read: places, counted from the context."""
+        self._made: dict[tuple[int, ...], tuple[Layout, int]] = {}
+        """By what descriptions differ in, one of them, and behind how many entries it stands."""
 
     def layout(
         self, context: int, slack: int, nodes: int, pages: Sequence[int], rows: int
@@ -66,41 +67,58 @@ class Mould:
 
         None if it has too many items to be moved.
         """
-        made, here = self._made, (nodes, slack, rows)
-        if (
-            made is None
-            or self._key[:3] != here
-            or self._key[3:] != tuple((context + edge) // KEYS for edge in self._edges)
-        ):
-            made = self._compose(context, slack, nodes, rows)
-            if made is None:
+        if (nodes, slack) not in self._edges:
+            self._edges[nodes, slack] = self._edges_of(nodes, slack)
+        blocks = [(context + edge) // KEYS for edge in self._edges[nodes, slack]]
+        key = (nodes, slack, rows, *blocks)
+        if key not in self._made:
+            composed = self._compose(context, slack, nodes, rows)
+            if composed is None:
                 return None
+            if len(self._made) >= KEPT:
+                self._made.clear()
+            self._made[key] = composed, context
+        made, before = self._made[key]
         words = np.empty(made.pages + len(pages), dtype=np.int32)
         words[: made.pages] = made.words[: made.pages]
         words[made.pages :] = pages
         start = HEADER + rows
-        words[start : start + nodes] += context - self._context
+        words[start : start + nodes] += context - before
         begin = made.windows[0]
         items = words[begin : begin + words.item(ITEMS) * FIELDS].reshape(-1, FIELDS)
-        items[:, 11:13] += context - self._context
+        items[:, 11:13] += context - before
         return replace(made, words=words)
+
+    def _tiles(self, nodes: int) -> tuple[int, IntArray, IntArray, IntArray]:
+        """The size of tiles, their first nodes, how many each has, and the last that it sees."""
+        tile = self._card.tile(1 if self._level else nodes)
+        starts = np.arange(0, nodes, tile // self._card.group)
+        some = np.minimum(tile // self._card.group, nodes - starts)
+        return (
+            tile,
+            starts,
+            some,
+            np.full_like(starts, nodes - 1) if self._level else starts + some - 1,
+        )
+
+    def _edges_of(self, nodes: int, slack: int) -> list[int]:
+        _, starts, _, lasts = self._tiles(nodes)
+        edges: list[int] = lasts.tolist()
+        if self._window is not None:
+            edges += (starts - slack - self._window + 1).tolist()
+        return edges
 
     def _compose(self, context: int, slack: int, nodes: int, rows: int) -> Layout | None:
         card, level, window = self._card, self._level, self._window
-        tile = card.tile(1 if level else nodes)
-        starts = np.arange(0, nodes, tile // card.group)
-        some = np.minimum(tile // card.group, nodes - starts)
-        lasts = np.full_like(starts, nodes - 1) if level else starts + some - 1
+        tile, starts, some, lasts = self._tiles(nodes)
         found = np.zeros((len(starts), COLUMNS), dtype=np.int64)
         found[:, 0], found[:, 1] = starts, some
         found[:, 3] = LEVEL if level else PAGED
         found[:, 4] = found[:, 8] = (context + lasts) // KEYS + 1
         found[:, 6] = context + nodes if level else context + starts + 1
         found[:, 7] = context + starts
-        edges = lasts.tolist()
         if window is not None:
             found[:, 5] = np.maximum(context + starts - slack - window + 1, 0) // KEYS
-            edges += (starts - slack - window + 1).tolist()
         entries, nothing = context + np.arange(nodes), np.zeros(0, dtype=np.int32)
         made = compose(
             np.zeros_like(entries), entries, entries, [found], nothing, nothing, rows, tile, card
@@ -111,8 +129,6 @@ class Mould:
             return None
         made.words[[NODES, ITEMS, ITEMS_AT]] = nodes, live, made.windows[0]
         made.words[[PAGES_AT, SLACK]] = made.pages, slack
-        self._made, self._context, self._edges = made, context, edges
-        self._key = (nodes, slack, rows, *((context + edge) // KEYS for edge in edges))
         return made
 
 
