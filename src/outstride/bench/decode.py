@@ -14,6 +14,7 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
@@ -27,7 +28,7 @@ from outstride.bench.harness import Watch
 from outstride.bench.prompts import BenchPrompt
 from outstride.core.contracts import Exactness
 from outstride.core.params import SamplingParams
-from outstride.errors import InvalidParams
+from outstride.errors import InvalidParams, OutstrideError
 from outstride.llm import LLM
 from outstride.results import Stats
 
@@ -264,17 +265,30 @@ def decode(
     work = [(s, portion) for s in settings for portion in _portions(prompts, s.batch)]
     watch = Watch(progress)
     watch.expected = len(work) * len(report.methods)
-    by_length = sorted(prompts, key=lambda prompt: len(prompt.text))
-    texts = ["Count to ten.", *dict.fromkeys(p.text for p in (by_length[:1] + by_length[-1:]))]
-    for method in report.methods:  # load, compile, record, measure what passes cost
-        for text in texts:
-            length = min(params.max_tokens, 24 if text is texts[0] else 64)
-            llm.chat(text, SamplingParams(max_tokens=length), method=method, salt="warm-up")
+    _warm_up(llm, report.methods, prompts, params.max_tokens, raw)
     for setting, portion in work:
         seed = params.seed if params.seed is not None else 0  # the same noise for all methods
         chosen = replace(params, temperature=setting.temperature, seed=seed)
         _in_turns(llm, report, setting, portion, chosen, raw, watch)
     return report
+
+
+def _warm_up(
+    llm: LLM, methods: Sequence[str], prompts: Sequence[BenchPrompt], length: int, raw: bool
+) -> None:
+    """Loads, compiles, records and measures what passes cost, so that no answer waits for it."""
+    by_length = sorted(prompts, key=lambda prompt: len(prompt.text))
+    for method in methods:
+        llm.chat("Count to ten.", SamplingParams(max_tokens=24), method=method, salt="warm-up")
+        for prompt in {p.id: p for p in by_length[:1] + by_length[-1:]}.values():
+            params = SamplingParams(max_tokens=min(length, 64))
+            with suppress(OutstrideError):  # what is wrong with a prompt shows when its turn comes
+                _asking(llm, prompt, raw)(prompt.text, params, method=method, salt="warm-up")
+
+
+def _asking(llm: LLM, prompt: BenchPrompt, raw: bool) -> Any:
+    """How a prompt is put to the model."""
+    return llm.generate if raw or prompt.group == INCOMPRESSIBLE else llm.chat
 
 
 def _portions(prompts: Sequence[BenchPrompt], batch: int) -> list[list[BenchPrompt]]:
@@ -343,8 +357,9 @@ def _answer(
     texts: list[Any] = [prompt.text for prompt in portion]
     before = dict(llm.engine.ledger.seconds)
     start = clock.now()
-    ask = llm.generate if raw or group == INCOMPRESSIBLE else llm.chat
-    results = ask(texts, chosen, method=method, salt=setting.memory(method))
+    results = _asking(llm, portion[0], raw)(
+        texts, chosen, method=method, salt=setting.memory(method)
+    )
     seconds = clock.now() - start
     after = llm.engine.ledger.seconds
     outputs = [output for result in results for output in result.outputs]
