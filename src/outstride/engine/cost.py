@@ -10,6 +10,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from operator import le
 from statistics import median
 from typing import TypeAlias
 
@@ -111,6 +113,8 @@ class Cost:
         self._behind = float(CACHED)
         """Behind how many entries sequences stood, on average, when the curve was last corrected."""
         self._first = list(self._values)
+        self._origin: list[float] = []
+        self._pulled: dict[int, list[float]] = {}
         self._paces: deque[float] = deque(maxlen=STEPS)
         """How long recent steps took, against the curve as it was at first: logarithms."""
         self._seconds: deque[float] = deque(maxlen=STEPS)
@@ -142,14 +146,7 @@ class Cost:
     def curve(self, nodes: int) -> list[float]:
         """Seconds for 0 to `nodes` nodes; more nodes never cost less."""
         if len(self._curve) <= nodes:
-            wanted = np.arange(max(nodes, 1) + 1)
-            knots, values = np.asarray(self._knots), np.asarray(self._values)
-            found = np.interp(wanted, knots, values)
-            if len(knots) > 1:
-                slope = (values[-1] - values[-2]) / (knots[-1] - knots[-2])
-                beyond = np.maximum(wanted - knots[-1], 0)
-                found = found + beyond * max(float(slope), 0.0)
-            self._curve = found.tolist()
+            self._curve = _line(self._knots, self._values, max(nodes, 1))
         return self._curve
 
     def talking(self, pieces: Pieces) -> float:
@@ -168,9 +165,10 @@ class Cost:
 
     def _drift(self, nodes: int) -> float:
         """How far the curve has moved at this place: a logarithm."""
-        first = float(np.interp(nodes, self._knots, self._first))
-        now = float(np.interp(nodes, self._knots, self._values))
-        return math.log(now / first)
+        nodes = min(nodes, self._knots[-1])
+        if len(self._origin) <= nodes:
+            self._origin = _line(self._knots, self._first, nodes)
+        return math.log(self.curve(nodes)[nodes] / self._origin[nodes])
 
     def observe(
         self, nodes: int, seconds: float, pieces: Pieces = (), talking: Pieces = ()
@@ -194,14 +192,37 @@ class Cost:
         self._seconds.append(seconds)
         ratio = min(max(seconds / self.curve(nodes)[nodes], 0.5), 2.0)
         self._paces.append(self._drift(nodes) + math.log(ratio))
-        here = math.log2(min(nodes, self._knots[-1]))
+        moved = math.log(ratio)
         self._values = _rising(
             [
-                value * ratio ** (self.QUICK * self.REACH ** abs(math.log2(knot) - here))
-                for knot, value in zip(self._knots, self._values, strict=True)
+                value * math.exp(moved * pull)
+                for pull, value in zip(self._pulls(nodes), self._values, strict=True)
             ]
         )
         self._curve = []
+
+    def _pulls(self, nodes: int) -> list[float]:
+        """How far each knot follows a step of so many nodes."""
+        nodes = min(nodes, self._knots[-1])
+        if nodes not in self._pulled:
+            here = math.log2(nodes)
+            self._pulled[nodes] = [
+                self.QUICK * self.REACH ** abs(math.log2(knot) - here) for knot in self._knots
+            ]
+        return self._pulled[nodes]
+
+
+def _line(knots: list[int], values: list[float], nodes: int) -> list[float]:
+    """Straight lines between knots, for 0 to `nodes`; the last one goes on, and none falls."""
+    found = [values[0]] * (knots[0] + 1)
+    for (left, low), (right, high) in pairwise(zip(knots, values, strict=True)):
+        slope = (high - low) / (right - left)
+        found += [low + slope * (n - left) for n in range(left + 1, right + 1)]
+    slope = 0.0
+    if len(knots) > 1:
+        slope = max((values[-1] - values[-2]) / (knots[-1] - knots[-2]), 0.0)
+    found += [values[-1] + slope * (n - knots[-1]) for n in range(knots[-1] + 1, nodes + 1)]
+    return found
 
 
 def evened(beside: int, most: int) -> int:
@@ -212,6 +233,8 @@ def evened(beside: int, most: int) -> int:
 
 def _rising(values: list[float]) -> list[float]:
     """The nearest values that never fall: neighbours in the wrong order become their mean."""
+    if all(map(le, values, values[1:])):
+        return values
     groups: list[tuple[float, int]] = []
     for value in values:
         total, count = value, 1

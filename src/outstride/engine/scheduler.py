@@ -372,16 +372,14 @@ class Scheduler:
     ) -> _Worth:
         """What is worth granting if so many ask their trained parts, or nobody does."""
         assert self.cost is not None
-        offers = sorted(
-            (
-                (-gain, place, share)
-                for share in emitting
-                for place, gain in enumerate(
-                    (asking and demands[share.sequence].asking) or demands[share.sequence].gains
-                )
-            ),
-            key=itemgetter(0, 1),
-        )[:budget]
+        offers: list[tuple[float, int, Share]] = []
+        for share in emitting:
+            demand = demands[share.sequence]
+            gains = (asking and demand.asking) or demand.gains
+            offers += [(gain, -place, share) for place, gain in enumerate(gains[:budget])]
+        if len(emitting) > 1:  # those of one are falling
+            offers.sort(key=itemgetter(0, 1), reverse=True)
+            del offers[budget:]
         nodes = sum(share.given + share.room for share in plan.shares)
         reading = sum(max(share.given - 1, 0) for share in emitting) + sum(
             share.given for share in plan.shares if share.given < share.pending
@@ -394,11 +392,11 @@ class Scheduler:
         tokens, worth = float(len(emitting)), 0
         best = PROMISE * tokens / undrafted
         for count, (gain, _, _) in enumerate(offers, start=1):
-            tokens -= gain
+            tokens += gain
             rate = tokens / (base + curve[nodes + count])
             if rate > best:
                 best, worth = rate, count
         granted: dict[int, list[float]] = {}
         for gain, _, share in offers[:worth]:
-            granted.setdefault(share.sequence.id, []).append(-gain)
+            granted.setdefault(share.sequence.id, []).append(gain)
         return _Worth(best, granted, nodes + worth)

@@ -354,9 +354,9 @@ class Ops(ABC):
         return layers()
 
     def whole(self, work: Sequence[Work]) -> Callable[[], list[Scores]] | None:
-        """The scores of this work, if a pass over it is under way already; it knew what would come.
+        """The scores of this work, where there is a shorter way to them than layer by layer.
 
-        Asked before every pass.
+        A pass over it may be under way already, because it could be known. Asked before every pass.
         """
         return None
 

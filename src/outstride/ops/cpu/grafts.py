@@ -12,7 +12,14 @@ from outstride.ops.contract import GraftWeights, Shape
 from outstride.ops.cpu import native
 from outstride.ops.cpu.following import fitted
 from outstride.ops.cpu.packed import Packed, rounded
-from outstride.ops.cpu.weights import Layer, Weights, pack_layer, padded
+from outstride.ops.cpu.weights import (
+    Layer,
+    Weights,
+    into_large_pages,
+    matrices_of,
+    pack_layer,
+    padded,
+)
 
 
 @dataclass(slots=True)
@@ -55,14 +62,17 @@ class Grafted:
         norm = padded(weights.norm, width)
         if head.columns is not None:
             norm[: shape.hidden_size] *= head.columns
+        mix = Packed.of(weights.mix.numpy(), None, depth)
+        layers = [pack_layer(shape, fitted(layer, shape), 8) for layer in weights.layers]
+        into_large_pages([mix, *matrices_of(layers), *([head] * (head is not own.vocabulary))])
         return cls(
             weights.taps,
             first,
             depth,
             padded(weights.scale, depth),
-            Packed.of(weights.mix.numpy(), None, depth),
+            mix,
             padded(weights.mixed, width),
-            [pack_layer(shape, fitted(layer, shape), 8) for layer in weights.layers],
+            layers,
             norm,
             head,
             np.asarray(weights.vocabulary, dtype=np.int64),

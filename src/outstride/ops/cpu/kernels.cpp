@@ -165,6 +165,7 @@ struct alignas(64) Taken {
 // many take part changes who computes what, and no result.
 struct Pool {
   int count = 1;
+  bool wide = false;  // whether kernels use registers that are wider than those of the rest
   std::atomic<uint64_t> state{0};  // number of the operation << 32 | closed | how many joined
   std::atomic<int> arrived{0};     // at the barrier
   std::atomic<int> passed{0};      // rises with each barrier
@@ -294,6 +295,14 @@ void announce(Pool* p, uint32_t number) {
   }
 }
 
+// Clears the upper halves of wide registers. While they hold something, instructions that know only
+// the narrow ones wait for each other: all that a process does between passes took several times as long.
+inline void leave(const Pool* p) {
+#if defined(__x86_64__)
+  if (p->wide) __asm__ __volatile__("vzeroupper" ::: "memory");
+#endif
+}
+
 void run(Pool* p, void (*work)(const void*, Share*), const void* argument) {
   int joined = 0;
   for (auto& stage : p->taken)
@@ -314,6 +323,7 @@ void run(Pool* p, void (*work)(const void*, Share*), const void* argument) {
   s->index = 0;
   s->count = joined + 1;
   work(argument, s);
+  leave(p);
   until([&] { return p->finished.load(std::memory_order_acquire) == joined; });
 }
 
@@ -592,6 +602,7 @@ void* outstride_open(int threads, int isa, int rows, int depth, int scratch) {
 #endif
   Pool* p = &e->pool;
   p->count = threads;
+  p->wide = isa != ISA_PORTABLE;
   // Rows are read in blocks of sixteen: what lies behind the last is read, and not used.
   const size_t bytes = (size_t)2 * depth + 64;
   const size_t sums = sizeof(int32_t) * slices(depth), groups = (size_t)depth / 32 + 1;

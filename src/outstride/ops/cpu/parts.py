@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 
+from outstride.core.contracts import Work
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.host import address
 from outstride.core.proposal import Scores
-from outstride.ops.contract import GraftWeights, HeadsWeights, Wanted
+from outstride.ops.contract import GraftWeights, HeadsWeights, Span, Wanted
 from outstride.ops.cpu import native
 from outstride.ops.cpu.choice import Choice, states_of
 from outstride.ops.cpu.following import Follower
@@ -60,6 +63,26 @@ class Parts(Choice):
         return Packed.of(matrix.numpy(), None, depth)
 
     # --- in a pass --------------------------------------------------------------------------------
+
+    def whole(self, work: Sequence[Work]) -> Callable[[], list[Scores]] | None:
+        """A part's pass behind one sequence, by the shortest way: it comes before most drafts."""
+        piece, proposal = work[0], work[0].proposal
+        graft, graph = self._grafts.get(proposal.graft), proposal.graph
+        if graft is None or len(work) > 1 or piece.first or proposal.hidden is not None:
+            return None
+        rows = len(graph.tokens)
+        if (
+            proposal.wants.hidden
+            or graph.mixtures
+            or rows > self._space.rows
+            or max(graph.positions.tolist()) >= len(self._cos)
+        ):
+            return None
+        self._space.fill([Span(graph, piece.slots, piece.table, 0, 0, None)], rows, None)
+        x = self._rows(graph.tokens, self._space.x)
+        self._lib.outstride_layers(self._engine, self._calls[graft.first], len(graft.layers))
+        scores = self._guesses(Wanted(proposal, proposal.wanted, x, 0))
+        return lambda: [scores]
 
     def digest(self, batch: Batch) -> None:
         """Makes the entries of trained parts from the states that the pass has stored."""
@@ -138,10 +161,16 @@ class Parts(Choice):
 
     def _rows(self, tokens: IntArray, out: FloatArray | None = None) -> FloatArray:
         """The same as wide as states are, perhaps in a given array of zeros."""
-        if not len(self._extra):
-            return self._weights.embedding.rows(tokens, self.width, out)
-        size = self._shape.vocab_size
-        beyond = tokens >= size
-        rows = self._weights.embedding.rows(np.where(beyond, 0, tokens), self.width, out)
-        rows[beyond, : self._shape.hidden_size] = self._extra[tokens[beyond] - size]
-        return rows
+        size, listed, embedding = self._shape.vocab_size, tokens.tolist(), self._weights.embedding
+        if not listed or max(listed) < size:
+            return embedding.rows(tokens, self.width, out)
+        if out is None:
+            out = np.zeros((len(listed), self.width), dtype=np.float32)
+        known = [i for i, token in enumerate(listed) if token < size]
+        for i in known:
+            embedding.rows(tokens[i : i + 1], self.width, out[i : i + 1])
+        beyond = tokens >= size if known else slice(None)
+        if known == list(range(len(known))):  # masks behind what is known, most often
+            beyond = slice(len(known), None)
+        out[beyond, : self._shape.hidden_size] = self._extra[tokens[beyond] - size]
+        return out

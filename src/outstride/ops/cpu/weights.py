@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -54,6 +54,28 @@ class Layer:
     down: Matrix
 
 
+def matrices_of(layers: Sequence[Layer]) -> list[Matrix]:
+    """In the order in which a pass reads them."""
+    return [getattr(layer, name) for layer in layers for name in _MATRICES]
+
+
+def into_large_pages(matrices: Sequence[Matrix]) -> None:
+    """Moves matrices, in this order, into one piece of memory.
+
+    Pages of two megabytes, where the system has them to give: a pass reads all weights, and spends
+    much of its time on finding the small ones.
+    """
+    size = sum(rounded(matrix.data.size, 64) for matrix in matrices)
+    memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer = np.frombuffer(memory, dtype=np.uint8)
+    at = -buffer.ctypes.data % LARGE
+    for matrix in matrices:
+        matrix.move(buffer[at : at + matrix.data.size])
+        at += rounded(matrix.data.size, 64)
+
+
 @dataclass(slots=True)
 class Weights:
     """The weights of a model; one that uses its head to embed has one table for both.
@@ -86,22 +108,9 @@ class Weights:
         return cls(layers, vocabulary, embedding, norm, bits)
 
     def into_large_pages(self) -> None:
-        """Moves all matrices, in the order in which a pass reads them, into one piece of memory.
-
-        Pages of two megabytes, where the system has them to give: a pass reads all weights, and spends
-        much of its time on finding the small ones.
-        """
-        matrices = [getattr(layer, name) for layer in self.layers for name in _MATRICES]
-        matrices += [self.vocabulary, *([self.embedding] * (self.embedding is not self.vocabulary))]
-        size = sum(rounded(matrix.data.size, 64) for matrix in matrices)
-        memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        buffer = np.frombuffer(memory, dtype=np.uint8)
-        at = -buffer.ctypes.data % LARGE
-        for matrix in matrices:
-            matrix.move(buffer[at : at + matrix.data.size])
-            at += rounded(matrix.data.size, 64)
+        """Moves all matrices."""
+        own = [self.embedding] * (self.embedding is not self.vocabulary)
+        into_large_pages([*matrices_of(self.layers), self.vocabulary, *own])
 
     # --- the file ---------------------------------------------------------------------------------
 
