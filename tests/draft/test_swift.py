@@ -11,7 +11,7 @@ from outstride import registry
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Sequence
-from outstride.engine.cost import Cost
+from outstride.engine.cost import Cost, Drafts
 from outstride.engine.engine import Engine
 from outstride.models.decoder import Decoder
 from outstride.models.grafts import attach
@@ -24,10 +24,15 @@ CHEAP = {1: 1.0, 2: 1.01, 8: 1.05, 64: 1.3}
 
 
 def generate(
-    model: Decoder, spec: str, prompt: list[int], temperature: float, part: str = ""
+    model: Decoder,
+    spec: str,
+    prompt: list[int],
+    temperature: float,
+    part: str = "",
+    cost: Cost | None = None,
 ) -> Sequence:
     method = registry.build(f"{spec}:from={part}" if part else spec)
-    engine = Engine({TARGET: model}, cost=Cost(CHEAP, frozen=True))
+    engine = Engine({TARGET: model}, cost=cost or Cost(CHEAP, frozen=True))
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=3, ignore_eos=True)
     sequence = engine.submit(prompt, params, method)
     while engine.busy:
@@ -55,6 +60,7 @@ def test_a_part_that_is_right_drafts_alone(
     found = generate(model, "auto", prompt, temperature, "part")
     assert found.tokens == plain.tokens
     assert found.counts.passes < plain.counts.passes
+    assert set(found.counts.sources) == {"block-drafter"}
 
 
 def test_a_part_that_is_wrong_is_left_alone(model: Decoder, tmp_path: Path) -> None:
@@ -65,5 +71,32 @@ def test_a_part_that_is_wrong_is_left_alone(model: Decoder, tmp_path: Path) -> N
     model.grafts["part"] = replace(model.grafts["part"], swift=True)
     found = generate(model, "auto", prompt, 0.0, "part")
     assert found.tokens == plain.tokens
-    assert found.counts.sources.get("block-drafter", 0) < 8
+    assert found.counts.drafts < 0.5 * found.counts.passes
     assert found.counts.other_passes < 0.5 * found.counts.passes
+
+
+class Known(Cost):
+    """A curve that stays, and whole steps with a draft that take so much more or less than it says."""
+
+    further = 0.0
+
+    def drafting(self, count: int, kind: Drafts) -> float:
+        return self.further if kind is Drafts.FORESEEN else super().drafting(count, kind)
+
+
+@pytest.mark.parametrize(("further", "drafts"), [(-2.0, True), (2.0, False)])
+def test_what_counts_is_the_whole_step(
+    model: Decoder, tmp_path: Path, further: float, drafts: bool
+) -> None:
+    """A pass over a chain may look dear, and be under way while its draft is awaited."""
+    config, prompt = tiny(layers=3, tied=True), tokens(20)
+    plain = generate(model, "plain", prompt, 0.0)
+    part = part_tensors(config)
+    bigrams(part, list(plain.tokens))
+    attach(model, "part", write_part(tmp_path / "part", config, part), "abc")
+    model.grafts["part"] = replace(model.grafts["part"], swift=True)
+    cost = Known({1: 1.0, 2: 2.0, 8: 3.0, 64: 4.0}, frozen=True)
+    cost.further = further
+    found = generate(model, "auto", prompt, 0.0, "part", cost)
+    assert found.tokens == plain.tokens
+    assert (found.counts.drafts > 0) == drafts

@@ -12,7 +12,7 @@ from outstride.core.contracts import Demand, Drafter, Guessing
 from outstride.core.guess import Guess, Sign
 from outstride.core.params import SamplingParams
 from outstride.core.sequence import View
-from outstride.engine.cost import KNOTS, Cost, measure
+from outstride.engine.cost import KNOTS, Cost, Drafts, measure
 from outstride.models.toy import Toy
 from tests.conformance.harness import Bench, alone, some_prompts, toy_method
 
@@ -81,16 +81,27 @@ def test_a_frozen_curve_stays() -> None:
 
 def test_what_drafting_takes_is_learnt_apart() -> None:
     cost = Cost({1: 1.0, 8: 2.0})
-    assert cost.drafting(1, asking=False) < cost.drafting(1, asking=True) < 1.0
+    assert cost.drafting(1, Drafts.LOOKED) < cost.drafting(1, Drafts.ASKED) < 1.0
     for _ in range(60):
-        cost.observe_drafting(1, 0.6, asking=True)
-        cost.observe_drafting(3, 0.34, asking=False)
-    assert cost.drafting(1, asking=True) == pytest.approx(0.6, rel=0.01)
-    assert cost.drafting(3, asking=False) == pytest.approx(0.34, rel=0.01)
+        cost.observe_drafting(1, 0.6, Drafts.ASKED)
+        cost.observe_drafting(3, 0.34, Drafts.LOOKED)
+    assert cost.drafting(1, Drafts.ASKED) == pytest.approx(0.6, rel=0.01)
+    assert cost.drafting(3, Drafts.LOOKED) == pytest.approx(0.34, rel=0.01)
     assert cost.knots == {1: 1.0, 8: 2.0}
     frozen = Cost({1: 1.0}, frozen=True)
-    frozen.observe_drafting(1, 9.0, asking=True)
-    assert frozen.drafting(1, asking=True) < 1.0
+    frozen.observe_drafting(1, 9.0, Drafts.ASKED)
+    assert frozen.drafting(1, Drafts.ASKED) < 1.0
+
+
+def test_a_slow_spell_has_not_the_last_word() -> None:
+    """A part that is not asked because it was slow for a while would never be asked again."""
+    cost = Cost({1: 1.0, 8: 2.0})
+    for seconds in [0.1] * 100 + [0.9] * 20:
+        cost.observe_drafting(1, seconds, Drafts.ASKED)
+    assert cost.drafting(1, Drafts.ASKED) == pytest.approx(0.9)
+    for _ in range(128):
+        cost.rest()
+    assert cost.drafting(1, Drafts.ASKED) == pytest.approx(0.1)
 
 
 class Dawdling(Drafter):
@@ -120,7 +131,7 @@ def test_a_slow_drafter_does_not_make_passes_look_dear(weighed: bool) -> None:
     bench.engine.scheduler.cost = cost = Cost({1: 0.001, 64: 0.002})
     method = toy_method(Dawdling(weighed=weighed), registry.build("plain").acceptor)
     bench.run(some_prompts(5, 1), method, SamplingParams(max_tokens=34, ignore_eos=True))
-    assert (cost.drafting(1, asking=False) > 0.008) == weighed
+    assert (cost.drafting(1, Drafts.LOOKED) > 0.008) == weighed
     assert cost.knots[1] < 0.01
 
 

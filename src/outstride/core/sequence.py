@@ -186,6 +186,8 @@ class Setting:
     vocab_size: int = 0
     grafts: Mapping[str, Graft] = field(default_factory=dict)
     filters: Mapping[str, Filter] = field(default_factory=dict)
+    company: int = 1
+    """How many of them are under way at this moment."""
 
 
 NOWHERE = Setting()
@@ -308,6 +310,11 @@ class View:
     def vocab_size(self) -> int:
         """How many tokens the target knows; extra rows come behind them."""
         return self._setting.vocab_size
+
+    @property
+    def company(self) -> int:
+        """How many sequences are under way, this one among them: whoever dawdles holds up all."""
+        return self._setting.company
 
     @property
     def spell(self) -> Callable[[int], bytes] | None:

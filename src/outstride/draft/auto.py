@@ -33,6 +33,8 @@ class Auto(Mix):
     """After so many steps in which nothing paid, it looks only now and then."""
     SELDOM = 4
     """Once in so many steps, and half as often after four times as many of them."""
+    CROWD = 8
+    """With twice as many sequences, patience is half as long and looks are half as many; and so on."""
     STEADY = 8
     """Where a swift part is asked, it is weighed once in so many steps whether to go on."""
 
@@ -46,8 +48,9 @@ class Auto(Mix):
         if state is None:
             return Demand()
         state.swift = False
-        seldom = self.SELDOM if state.idle <= 4 * self.PATIENCE else 2 * self.SELDOM
-        state.resting = state.idle > self.PATIENCE and view.steps % seldom > 0
+        crowd = max(view.company // self.CROWD, 1)
+        seldom = crowd * (self.SELDOM if state.idle <= 4 * self.PATIENCE else 2 * self.SELDOM)
+        state.resting = crowd * state.idle > self.PATIENCE and view.steps % seldom > 0
         if state.resting:
             return Demand()
         if self._chain is not None and view.graft(self.grafts[0]).swift:
@@ -79,7 +82,10 @@ class Auto(Mix):
         if state is not None and self._chain is not None:
             state.swift = view.ask and room > 0 and view.graft(self.grafts[0]).swift
             if state.swift:
-                return (yield from self._chain.propose(view, room))
+                proposal = yield from self._chain.propose(view, room)
+                drafted = range(proposal.given, len(proposal.graph))
+                proposal.labels = dict.fromkeys(drafted, self._chain.name)
+                return proposal
         if state is not None and state.resting:
             return Guess().proposal(view)
         return (yield from super().propose(view, room))

@@ -6,6 +6,7 @@ same number of them costs the more, the further a prompt has been read.
 
 from __future__ import annotations
 
+import enum
 import math
 import time
 from collections import deque
@@ -32,11 +33,10 @@ CACHED = 128
 ROUNDS, LARGE = 5, 16
 """How often passes are timed, and from how many nodes on less often: they take long."""
 CANDIDATES = 8
-GUESSING, ASKING = 0.05, 0.3
-"""What drafting is taken to cost before the pass, in plain passes, until it was seen: without a trained
-part and with one."""
 FURTHER = 0.35
-"""What each further sequence adds to it."""
+"""What each further sequence adds to what drafting costs."""
+RESTED = 8
+"""After so many steps without a draft of its kind, what was usual for long counts once more."""
 STEPS, FEW = 127, 15
 """Of so many steps, or of a few while there are no more, the one in the middle is the usual one."""
 FAR = 2048
@@ -87,6 +87,46 @@ class Reading:
         self.fetch *= ratio ** (quick * fetch / foreseen)
 
 
+class Drafts(enum.Enum):
+    """How drafts are made, and what that is taken to cost until it was seen, in plain passes."""
+
+    LOOKED = 0.05
+    """Looked up."""
+    ASKED = 0.3
+    """By a trained part."""
+    FORESEEN = 0.31
+    """By a trained part for a lone sequence, where the pass over it is under way before it is known."""
+
+    @classmethod
+    def of(cls, asking: int, *, foreseen: bool) -> Drafts:
+        """When so many ask trained parts."""
+        return cls.FORESEEN if foreseen else cls.ASKED if asking else cls.LOOKED
+
+
+class _Spent:
+    """Seconds by which a step takes longer for the sake of drafts, of the last few steps that made any.
+
+    While none makes any, what was usual for long comes back: a slow spell has not the last word.
+    """
+
+    def __init__(self, first: float) -> None:
+        self.seconds = first
+        self._few, self._many = deque([first], maxlen=FEW), deque([first], maxlen=STEPS)
+        self._resting = 0
+
+    def observe(self, seconds: float) -> None:
+        self._few.append(seconds)
+        self._many.append(seconds)
+        self.seconds, self._resting = median(self._few), 0
+
+    def rest(self) -> None:
+        """One more step without."""
+        self._resting += 1
+        if self._resting % RESTED == 0:
+            self._few.append(sorted(self._many)[len(self._many) // 4])
+            self.seconds = median(self._few)
+
+
 class Cost:
     """Seconds of a step, straight lines between knots, the last line going on for ever.
 
@@ -119,24 +159,30 @@ class Cost:
         """How long recent steps took, against the curve as it was at first: logarithms."""
         self._seconds: deque[float] = deque(maxlen=STEPS)
         """How long they took, less what reading prompts takes."""
-        self._drafting = [share * self._values[0] for share in (GUESSING, ASKING)]
-        self._drafts = [deque([seconds], maxlen=FEW) for seconds in self._drafting]
+        self._drafts = {kind: _Spent(kind.value * self._values[0]) for kind in Drafts}
 
     @property
     def usual(self) -> float:
         """Seconds of a usual step, drafts and all, without what reads prompts; 0 if none is known."""
         return median(self._seconds) if len(self._seconds) >= FEW else 0.0
 
-    def drafting(self, count: int, *, asking: bool) -> float:
-        """Seconds that go by before a pass while drafts are made for so many sequences."""
-        return self._drafting[asking] * (1.0 + FURTHER * (count - 1))
+    def drafting(self, count: int, kind: Drafts) -> float:
+        """Seconds by which a step takes longer while drafts are made for so many sequences."""
+        return self._drafts[kind].seconds * (1.0 + FURTHER * (count - 1))
 
-    def observe_drafting(self, count: int, seconds: float, *, asking: bool) -> None:
-        """Enters how long making drafts for so many sequences took, trained parts asked or not."""
+    def observe_drafting(self, count: int, seconds: float, kind: Drafts) -> None:
+        """Enters how much longer a step took while drafts were made for so many sequences.
+
+        That may be less than nothing where the curve was measured without foresight.
+        """
         if not self._frozen:
-            seen = self._drafts[asking]
-            seen.append(max(seconds, 0.0) / (1.0 + FURTHER * (count - 1)))
-            self._drafting[asking] = median(seen)
+            self._drafts[kind].observe(seconds / (1.0 + FURTHER * (count - 1)))
+
+    def rest(self) -> None:
+        """Enters that no trained part was asked in a step."""
+        if not self._frozen:
+            self._drafts[Drafts.ASKED].rest()
+            self._drafts[Drafts.FORESEEN].rest()
 
     @property
     def knots(self) -> dict[int, float]:

@@ -16,7 +16,7 @@ from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET, Scores, Verdict
 from outstride.core.sequence import Sequence, Status
 from outstride.engine.commit import Commit
-from outstride.engine.cost import Cost
+from outstride.engine.cost import Cost, Drafts
 from outstride.engine.drafting import Drafting
 from outstride.engine.ledger import Ledger, Progress
 from outstride.engine.passes import Passes, Turn
@@ -55,6 +55,7 @@ class Engine:
         What the pass before it did is told while this one runs, if it runs elsewhere.
         """
         start, clock = time.perf_counter(), self.ledger.clock
+        self.passes.setting.company = max(len(self.scheduler.running), 1)
         with clock("plan"):
             plan = self.scheduler.plan(self._demand)
             self.passes.move(TARGET, plan.moves)
@@ -87,13 +88,17 @@ class Engine:
         guessing = [turn for turn in turns if turn.share.room]
         weighed = all(turn.sequence.method.drafter.weighed for turn in guessing)
         asking = self.drafting.asked
-        if self.drafting.swift:
+        if not asking:
+            cost.rest()
+        foreseen = self.drafting.swift and len(turns) == 1
+        kind = Drafts.of(asking, foreseen=foreseen)
+        if foreseen:
             # The pass was under way while the draft was awaited: only both together are known.
             if weighed and not pieces:
-                cost.observe_drafting(asking, whole - cost.curve(nodes)[nodes], asking=True)
+                cost.observe_drafting(1, whole - cost.curve(nodes)[nodes], kind)
             return
         if guessing and weighed:
-            cost.observe_drafting(asking or len(guessing), drafting, asking=asking > 0)
+            cost.observe_drafting(asking or len(guessing), drafting, kind)
         # What drafting takes says nothing of what passes cost, nor what others' takes of ours.
         if all(turn.proposal.layers is None for turn in turns):  # else it was no whole pass
             cost.observe(nodes, whole - drafting, pieces, talking)

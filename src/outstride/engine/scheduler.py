@@ -26,7 +26,7 @@ from outstride.cache.pool import Moves, PagePool
 from outstride.core.contracts import Demand
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Sequence, Status, Table
-from outstride.engine.cost import Cost
+from outstride.engine.cost import Cost, Drafts
 from outstride.engine.pieces import Chunking, Reader, Talker, spare
 
 PROMISE = 1.02
@@ -388,11 +388,15 @@ class Scheduler:
         # Prompts are read in any case: what they cost does not make drafts any cheaper.
         base = curve[max(nodes - reading, 1)] - curve[nodes]
         undrafted = base + curve[nodes]
-        base += self.cost.drafting(asking or len(emitting) or 1, asking=asking > 0)
+        whole = asking > 0 and any(demands[share.sequence].whole for share in emitting)
+        kind = Drafts.of(asking, foreseen=whole and len(plan.shares) == 1)
+        base += self.cost.drafting(asking or len(emitting) or 1, kind)
         tokens, worth = float(len(emitting)), 0
         best = PROMISE * tokens / undrafted
         for count, (gain, _, _) in enumerate(offers, start=1):
             tokens += gain
+            if whole and count < len(offers):
+                continue  # it is drafted to the end or not at all
             rate = tokens / (base + curve[nodes + count])
             if rate > best:
                 best, worth = rate, count
