@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from outstride.core.contracts import Work
 from outstride.core.graph import FloatArray, block, chain, tree
 from outstride.core.proposal import Scores, Wants
 from outstride.errors import CorruptModel, ModelNotFound, UnsupportedModel, VocabularyMismatch
@@ -172,11 +173,15 @@ def table_of(config: DecoderConfig) -> torch.Tensor:
     return (values / step).round() * step
 
 
-def guesses(model: Decoder, hand: Hand, last: int, best: int = 16) -> Scores:
+def asked(model: Decoder, hand: Hand, last: int, best: int = 16) -> Work:
     masks = [model.grafts["part"].mask] * (BLOCK - 1)
     wants = Wants(nodes=tuple(range(1, BLOCK)), best=best)
     graph = block([last, *masks], len(hand.positions))
-    return hand.run(graph, wants, offset=0, graft="part")
+    return hand.work(graph, wants, offset=0, graft="part")
+
+
+def guesses(model: Decoder, hand: Hand, last: int, best: int = 16) -> Scores:
+    return model.forward([asked(model, hand, last, best)]).wait()[0]
 
 
 @pytest.fixture(params=[*(name for name in OPS if name != "cuda"), ON_CARD])
@@ -240,6 +245,19 @@ def test_guesses_stay_right_pass_after_pass(grafted: Any) -> None:
             np.testing.assert_array_equal(one.best, two.best)
             np.testing.assert_array_equal(one.values, two.values)
         talking.read(said[end : end + 1])
+
+
+def test_guesses_are_the_same_in_company(grafted: Any) -> None:
+    """A part that is asked for one sequence may take a shorter way than for several."""
+    model, _, _ = grafted
+    hands = [Hand(model, list(range(start, start + 20))) for start in (0, 20, 40)]
+    for hand, length in zip(hands, (21, 70, 33), strict=True):
+        hand.read(tokens(length, seed=length))
+    alone = [guesses(model, hand, 7 + i) for i, hand in enumerate(hands)]
+    together = model.forward([asked(model, hand, 7 + i) for i, hand in enumerate(hands)]).wait()
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(one.best, other.best)
+        np.testing.assert_array_equal(one.values, other.values)
 
 
 def test_a_part_changes_no_logit(grafted: Any) -> None:
