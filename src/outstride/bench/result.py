@@ -143,6 +143,7 @@ class BenchResult:
     def enter(self, samples: list[dict[str, Any]], summary: dict[str, Any]) -> None:
         """Enters what was found so far."""
         self.samples, self.summary = samples, summary
+        self.machine["accelerator"] = self.machine.get("accelerator") or _accelerator()
         self.seconds = clock.now() - self._clock
 
     def finish(self, samples: list[dict[str, Any]], summary: dict[str, Any]) -> BenchResult:
