@@ -11,6 +11,7 @@ from outstride import registry
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Sequence
+from outstride.draft.promises import Chains
 from outstride.engine.cost import Cost, Drafts
 from outstride.engine.engine import Engine
 from outstride.models.decoder import Decoder
@@ -63,7 +64,12 @@ def test_a_part_that_is_right_drafts_alone(
     assert set(found.counts.sources) == {"block-drafter"}
 
 
-def test_a_part_that_is_wrong_is_left_alone(model: Decoder, tmp_path: Path) -> None:
+def test_a_part_that_is_wrong_is_left_alone(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it did is forgotten at each step without it: texts change."""
+    fades = []
+    monkeypatch.setattr(Chains, "fade", lambda self: fades.append(self))
     config, prompt = tiny(layers=3, tied=True), tokens(20)
     plain = generate(model, "plain", prompt, 0.0)
     folder = write_part(tmp_path / "part", config, part_tensors(config))
@@ -72,6 +78,7 @@ def test_a_part_that_is_wrong_is_left_alone(model: Decoder, tmp_path: Path) -> N
     found = generate(model, "auto", prompt, 0.0, "part")
     assert found.tokens == plain.tokens
     assert found.counts.drafts < 0.5 * found.counts.passes
+    assert len(fades) + found.counts.drafts >= found.counts.passes - 1
     assert found.counts.other_passes < 0.5 * found.counts.passes
 
 

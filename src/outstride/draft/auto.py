@@ -93,21 +93,19 @@ class Auto(Mix):
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> State:
         state: State | None = view.state
         if self._chain is not None and view.graft(self.grafts[0]).swift:
-            return self._counted(view, state or self._begin(view), len(verdict.settled) - 1)
+            return self._counted(state or self._begin(view), len(verdict.settled) - 1)
         if state is not None and state.resting:
             state.idle += 1
-            if not view.ask:
-                state.promises.asked.fade()
+            state.promises.asked.fade()
             return state
         return super().observe(view, proposal, scores, verdict)
 
-    def _counted(self, view: View, state: State, held: int) -> State:
+    def _counted(self, state: State, held: int) -> State:
         """What came of a chain, or that none was asked for; nothing else is looked at."""
         if state.swift:
             state.idle, state.chains = 0, state.chains + 1
             state.promises.chains.settle(1.0, held)
         else:
             state.idle, state.chains = state.idle + 1, 0
-            if not view.ask:
-                state.promises.chains.fade()
+            state.promises.chains.fade()
         return state
