@@ -95,13 +95,15 @@ def start(
 ) -> Iterator[Running]:
     """Starts a server and waits for its model; ends it afterwards.
 
-    A modest one lets everybody else on the machine go first, a browser for instance.
+    A modest one lets everybody else on the machine go first, a browser for instance, and takes a pause
+    before each step, so that there is something to see.
     """
     port = free_port()
     command = [sys.executable, "-m", "outstride.cli", "serve", "--model", str(model)]
     command += ["--name", "tiny", "--port", str(port), *options]
     if modest:
         command = ["nice", "-n", "19", *command]
+        environment["PYTHONPATH"] = str(Path(__file__).parent / "dawdling")
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=out, env={**os.environ, **environment}
