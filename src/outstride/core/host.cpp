@@ -325,22 +325,12 @@ std::vector<Step> likeliest(const Tables& a, int64_t last) {
   return found;
 }
 
-// Asks for a row ahead: after a pass over all weights the tables are far away, and one miss behind the
-// other takes ten times as long as the arithmetic.
-void fetch(const float* row, int size) {
-#if defined(__GNUC__)
-  for (int i = 0; i < size; i += 16) __builtin_prefetch(row + i);
-#endif
-}
-
 bool has_rows(const Tables& a, int64_t last, Py_ssize_t vocabulary, Py_ssize_t before, Py_ssize_t after) {
   for (int i = -1; i < a.levels * a.candidates; i++) {
     const int64_t token = i < 0 ? last : a.tokens[i];
     if (token < 0 || token >= vocabulary) return false;
     const int64_t row = a.rows[token];
     if (row < 0 || row >= before || (i >= 0 && row >= after)) return false;
-    fetch(a.before + row * a.rank, a.rank);
-    if (i >= 0) fetch(a.after + row * a.rank, a.rank);
   }
   return true;
 }

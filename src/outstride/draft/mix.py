@@ -80,7 +80,7 @@ class Joined:
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(guess.parents):
             children.setdefault(parent, []).append(node)
-        signs = list(map(_alone, guess.signs))
+        signs = list(map(_unrivalled, guess.signs))
         chances = odds.chances(signs, guess.chances)
         mine = Guess(guess.tokens, guess.parents, signs, chances)
         claims: list[tuple[Sign, ...]] = [(sign,) for sign in guess.signs]
@@ -135,7 +135,7 @@ def _about(chance: float) -> int:
 
 
 @cache
-def _alone(sign: Sign) -> Sign:
+def _unrivalled(sign: Sign) -> Sign:
     """What a node goes by where nobody else guessed anything."""
     return Sign(sign.source, (-3, *sign.key))
 

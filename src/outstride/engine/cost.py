@@ -95,7 +95,8 @@ class Drafts(enum.Enum):
     ASKED = 0.3
     """By a trained part."""
     FORESEEN = 0.31
-    """By a trained part for a lone sequence, where the pass over it is under way before it is known."""
+    """By a trained part for a lone sequence, where the pass over it is under way before it is known.
+    Not quite the same value, or an enumeration would take both for one."""
 
     @classmethod
     def of(cls, asking: int, *, foreseen: bool) -> Drafts:
