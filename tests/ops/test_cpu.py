@@ -18,6 +18,7 @@ from outstride.models.decoder import Decoder
 from outstride.ops.contract import Model, Ops
 from outstride.ops.cpu import Cpu, native
 from outstride.ops.cpu.packed import Packed, alternating
+from outstride.ops.cpu.stir import Stir
 from outstride.ops.cpu.weights import Weights
 from outstride.ops.reference import Reference
 from tests.models.drive import Hand, logits, random_decoder, tiny, tokens
@@ -74,9 +75,9 @@ def test_every_build_gives_the_same_bits(shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_close_to_the_reference(shape: str) -> None:
     ours, theirs = (read(decoder(ops, **SHAPES[shape]), 70) for ops in (Cpu.of, Reference))
-    spread = theirs.std()  # queries, keys, values and weights of attention have eight bits
-    assert np.abs(ours - theirs).max() < 0.1 * spread
-    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.012 * spread
+    spread = theirs.std()  # weights and all that they are multiplied with have eight bits
+    assert np.abs(ours - theirs).max() < 0.6 * spread
+    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.06 * spread
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -130,7 +131,7 @@ def test_blocks_against_the_reference() -> None:
         hand.read(tokens(21))
         graph = block([int(t) for t in tokens(6, seed=3)], 21)
         found.append(logits(hand.run(graph)))
-    assert np.abs(found[0] - found[1]).max() < 0.1 * found[1].std()
+    assert np.abs(found[0] - found[1]).max() < 0.4 * found[1].std()
 
 
 def test_greedy_rows_never_become_rows_of_the_vocabulary() -> None:
@@ -162,39 +163,64 @@ def test_the_best_of_greedy_rows_are_those_of_the_core(isa: int, count: int) -> 
             assert found[i].tolist() == best(row, Draw(), i + 1, k).tolist()
 
 
-def test_packing_is_rounding() -> None:
+WIDTHS = (16, 48, 64, 96, 576, 43 * 16, 67 * 16, 1536, 9008)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_stirring_is_a_rotation(width: int) -> None:
+    """Up to a factor; none of its entries stands out, where the width has no large prime factor."""
+    table, run = Stir.of(width).matrix(), Stir.of(width).run
+    np.testing.assert_allclose(table @ table.T, run * np.eye(width), atol=1e-9 * run)
+    if width in (64, 96, 576, 1536):
+        assert np.abs(table).max() < 2.01 * np.sqrt(run / width)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_packing_is_rounding(width: int) -> None:
+    """Half a step of a grid from the least to the largest of the stirred row, or around 0."""
     rng = np.random.default_rng(0)
-    for channels, k in ((5, 3), (33, 70), (64, 9000)):
-        weight = rng.standard_normal((channels, k)).astype(np.float32)
-        weight[0] = 0.0
-        weight[1] = np.abs(weight[1])
-        packed = Packed.of(weight, None, -(-k // 16) * 16)
-        back = packed.rows(np.arange(channels), k)
-        low, high = (np.minimum(weight.min(axis=1), 0), np.maximum(weight.max(axis=1), 0))
-        step = np.maximum(np.maximum(high, -low) / 127, (high - low) / 255)
-        off = np.abs(back - weight)
-        assert np.all(off <= 1.0001 * step[:, None])  # at the ends; half a step elsewhere
-        assert np.mean(off > 0.5001 * step[:, None]) < 0.01 or k < 16
-        assert np.all(back[0] == 0)
+    stir, k = Stir.of(width), width - width % 3
+    weight = rng.standard_normal((37, k)).astype(np.float32)
+    weight[0] = 0.0
+    weight[1] = np.abs(weight[1])
+    weight[:, 1] *= 30
+    packed = Packed.of(weight, None, width)
+    back = packed.rows(np.arange(37), k)
+    stirred = weight @ stir.matrix()[:, :k].T / stir.run
+    low, high = (np.minimum(stirred.min(axis=1), 0), np.maximum(stirred.max(axis=1), 0))
+    step = np.maximum(np.maximum(high, -low) / 127, (high - low) / 255)
+    whole = np.zeros((37, width))
+    whole[:, :k] = back
+    off = np.sqrt(np.square(whole - np.pad(weight, ((0, 0), (0, width - k)))).sum(axis=1))
+    assert np.all(off <= 0.5001 * step * np.sqrt(width * stir.run) + 1e-5 * np.abs(weight).max())
+    assert np.abs(back[0]).max() == 0
 
 
-def test_what_was_rounded_before_stays_the_same() -> None:
-    rng = np.random.default_rng(0)
-    codes = rng.integers(-127, 128, (40, 64))
-    codes[:, 5] = -127
-    weight = (codes * rng.uniform(0.1, 2, (40, 1))).astype(np.float32)
-    for packed in (Packed.of(weight, None, 64), Packed.balanced(weight, 64)):
-        np.testing.assert_allclose(packed.rows(np.arange(40), 64), weight, rtol=1e-6)
-
-
-def test_balancing_helps_where_columns_differ() -> None:
-    rng = np.random.default_rng(0)
-    weight = rng.standard_normal((300, 90)).astype(np.float32)
-    weight[:, 7] *= 20
-    weight[:, 8] = 0
-    plain, even = Packed.of(weight, None, 96), Packed.balanced(weight, 96)
-    assert even.columns is not None
-    assert even._error(weight) < 0.3 * plain._error(weight)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_products_are_those_of_rounded_rows(width: int) -> None:
+    """In every build, for any number of rows: both sides stirred, then eight bits for each row."""
+    rng = np.random.default_rng(width)
+    weight = rng.standard_normal((50, width)).astype(np.float32)
+    x = rng.standard_normal((45, width)).astype(np.float32)
+    x[:, 3] *= 40
+    packed, stir = Packed.of(weight, None, width), Stir.of(width).matrix()
+    turned = x @ stir.T
+    step = np.abs(turned).max(axis=1, keepdims=True) / 127
+    codes = np.rint(turned / step)
+    expected = codes * step @ (packed.rows(np.arange(50), width) @ stir.T).T / Stir.of(width).run
+    exact = x @ weight.T
+    for isa in isas():
+        model = random_decoder(tiny(), pages=4, make_ops=partial(Cpu.of, isa=isa))
+        ops = model.ops
+        assert isinstance(ops, Cpu)
+        ops._deepest = width
+        ops._open(64)
+        for count in (1, 2, 3, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 45):
+            found = ops.times(x[:count], packed)
+            off = np.abs(found - expected[:count]).max()
+            assert off < 2 * step.max() * np.abs(weight).max()  # codes on an edge fall either way
+            assert np.sqrt(np.mean((found - expected[:count]) ** 2)) < 0.003 * exact.std()
+        assert np.sqrt(np.mean((found - exact) ** 2)) < 0.03 * exact.std()
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -210,7 +236,7 @@ def test_long_sums_do_not_overflow(sign: int) -> None:
     theirs = read(decoder(partial(full, Reference), **changes), 5)
     for isa in isas():
         ours = read(decoder(partial(full, partial(Cpu.of, isa=isa)), **changes), 5)
-        assert np.abs(ours - theirs).max() < 0.03 * theirs.std()
+        assert np.abs(ours - theirs).max() < 0.1 * theirs.std()
 
 
 def test_gate_and_up_take_turns() -> None:

@@ -43,7 +43,8 @@ class Demand:
     trained part first, `asking` says what it would expect of each node then; the plan decides whether
     that is worth a pass of the part. With `whole` the draft is then as long as `asking` in any case,
     because what follows a draft of the same length can be known earlier. Settled tokens are read up to
-    the position `until`, where those behind it cannot go through the same pass.
+    the position `until`, where those behind it cannot go through the same pass. A drafter that rests
+    says for how many steps (`rest`), this one included: it is not asked before.
     """
 
     least: int = 0
@@ -53,6 +54,7 @@ class Demand:
     asking: tuple[float, ...] = ()
     whole: bool = False
     until: int | None = None
+    rest: int = 0
 
 
 class Drafter:

@@ -147,6 +147,8 @@ class Sequence:
     prompt_logprobs: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     """By position."""
     steps: int = 0
+    asleep: int = 0
+    """Before it has taken so many steps, its drafter is not asked for a demand."""
     unborn: int = 0
     """Siblings that fork off as soon as the prompt is cached."""
     view: View | None = None

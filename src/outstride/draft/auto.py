@@ -52,7 +52,7 @@ class Auto(Mix):
         seldom = crowd * (self.SELDOM if state.idle <= 4 * self.PATIENCE else 2 * self.SELDOM)
         state.resting = crowd * state.idle > self.PATIENCE and view.steps % seldom > 0
         if state.resting:
-            return Demand()
+            return Demand(rest=seldom - view.steps % seldom)
         if self._chain is not None and view.graft(self.grafts[0]).swift:
             return self._swiftly(view, state, self._chain)
         return self._weighed(view, state)
@@ -60,12 +60,11 @@ class Auto(Mix):
     def _swiftly(self, view: View, state: State, chain: BlockDrafter) -> Demand:
         """A chain of the part alone, or nothing: a look at anything else takes longer than a pass."""
         state.resting = True
-        depth = min(chain.demand(view).most, view.graft(self.grafts[0]).block - 1)
-        depth = min(depth, view.limit - view.end - 1)
-        gains = state.promises.chains.gains(depth)
+        usual = chain.demand(view)
+        depth = min(usual.most, view.graft(self.grafts[0]).block - 1, view.limit - view.end - 1)
         if state.chains % self.STEADY:
-            return Demand(most=depth, gain=sum(gains))
-        return Demand(asking=gains, whole=True)
+            return Demand(most=depth, gain=usual.gain)
+        return Demand(asking=state.promises.chains.gains(depth), whole=True)
 
     def _weighed(self, view: View, state: State) -> Demand:
         joined = self._made(view, min(self.nodes, 2 * state.last + 4))

@@ -84,33 +84,33 @@ class Engine:
         self, cost: Cost, turns: list[Turn], nodes: int, whole: float, drafting: float
     ) -> None:
         """Enters what a step took, and what of that went by while drafts were made."""
-        pieces, talking = pieces_of(turn.share for turn in turns)
-        guessing = [turn for turn in turns if turn.share.room]
-        weighed = all(turn.sequence.method.drafter.weighed for turn in guessing)
         asking = self.drafting.asked
+        if self.drafting.swift and len(turns) == 1:
+            # The pass was under way while the draft was awaited: only both together are known.
+            if turns[0].sequence.method.drafter.weighed:
+                further = whole - cost.curve(nodes)[nodes]
+                cost.observe_drafting(1, further, Drafts.FORESEEN)
+            return
         if not asking:
             cost.rest()
-        foreseen = self.drafting.swift and len(turns) == 1
-        kind = Drafts.of(asking, foreseen=foreseen)
-        if foreseen:
-            # The pass was under way while the draft was awaited: only both together are known.
-            if weighed and not pieces:
-                cost.observe_drafting(1, whole - cost.curve(nodes)[nodes], kind)
-            return
-        if guessing and weighed:
+        pieces, talking = pieces_of(turn.share for turn in turns)
+        guessing = [turn for turn in turns if turn.share.room]
+        if guessing and all(turn.sequence.method.drafter.weighed for turn in guessing):
+            kind = Drafts.of(asking, foreseen=False)
             cost.observe_drafting(asking or len(guessing), drafting, kind)
         # What drafting takes says nothing of what passes cost, nor what others' takes of ours.
         if all(turn.proposal.layers is None for turn in turns):  # else it was no whole pass
             cost.observe(nodes, whole - drafting, pieces, talking)
 
     def _demand(self, sequence: Sequence) -> Demand:
-        if type(sequence.method.drafter).demand is Drafter.demand:
-            return (
-                NOTHING  # the common case, told apart because it happens for everybody at each step
-            )
+        drafter = sequence.method.drafter
+        if type(drafter).demand is Drafter.demand or sequence.steps < sequence.asleep:
+            return NOTHING  # told apart because it happens for nearly everybody at each step
         view = self.passes.view(sequence, self.scheduler.limits.nodes)
         with self.ledger.clock("propose"):
-            return self.roster.guard(sequence, sequence.method.drafter.demand, view) or Demand()
+            demand = self.roster.guard(sequence, drafter.demand, view) or NOTHING
+        sequence.asleep = sequence.steps + demand.rest
+        return demand
 
     def _accept(self, scores: Mapping[Turn, Scores]) -> dict[Turn, Verdict]:
         """Each acceptor's verdict; a share that only reads has nothing to judge."""

@@ -339,6 +339,8 @@ class Scheduler:
         """
         if self.cost is None or budget <= 0:
             return
+        if not any(demand.gains or demand.asking for demand in demands.values()):
+            return
         emitting = [share for share in plan.shares if share.given == share.pending]
         asking = [share for share in emitting if demands[share.sequence].asking]
         chosen = self._worth(plan, emitting, demands, budget, asking=0)

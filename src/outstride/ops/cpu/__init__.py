@@ -1,4 +1,4 @@
-"""Passes on CPUs in native code: int8 or int4 weights, 12-bit activations, bf16 pages."""
+"""Passes on CPUs in native code: int8 or int4 weights, 8- or 12-bit activations, bf16 pages."""
 
 from __future__ import annotations
 
@@ -160,9 +160,7 @@ class Cpu(Parts, Ops):
         return np.array(self._features[slot], dtype=np.float32)
 
     def final_norm(self) -> torch.Tensor:
-        weights, size = self._weights, self._shape.hidden_size
-        norm, columns = weights.norm[:size], weights.vocabulary.columns
-        return torch.from_numpy(norm.copy() if columns is None else norm / columns)
+        return torch.from_numpy(self._weights.norm[: self._shape.hidden_size].copy())
 
     def add_rows(self, rows: torch.Tensor) -> int:
         before = len(self._extra)

@@ -58,8 +58,10 @@ class Follower:
     layers: list[Layer]
     depth: int
     """The widest rows that it multiplies."""
-    mix: Packed | None
-    fuse: Packed | None
+    mix: list[Packed]
+    """For each of the states that it reads; none if they are taken as they are."""
+    fuse: list[Packed]
+    """For the embedding and for the state before."""
     qkv: Packed
     head: Packed
     vocabulary: IntArray
@@ -83,7 +85,7 @@ class Follower:
         if weights.head is not None:
             head = _packed(weights.head)
         elif len(listed) < shape.vocab_size:
-            head = Packed.balanced(head.rows(listed, size), rounded(size, 32))
+            head = Packed.of(head.rows(listed, size), None, rounded(size, 32))
         table = follow.embedding
         widest = max(len(weights.taps), 2) * size
         return cls(
@@ -93,8 +95,8 @@ class Follower:
             first=first,
             layers=[layer],
             depth=rounded(widest, 32),
-            mix=None if weights.mix is None else _packed(weights.mix),
-            fuse=None if follow.fuse is None else _packed(follow.fuse),
+            mix=_apart(weights.mix, size),
+            fuse=_apart(follow.fuse, size),
             qkv=layer.qkv,
             head=head,
             vocabulary=listed,
@@ -107,7 +109,7 @@ class Follower:
         """Keeps what the part makes of the model's states, side by side for each slot."""
         if self.weights.scale is not None:
             states = self._normed(states, self.weights.scale)
-        self.carried[slots] = states if self.mix is None else by.times(states, self.mix)
+        self.carried[slots] = self._summed(states, self.mix, by) if self.mix else states
 
     def enter(
         self, tokens: IntArray, before: IntArray, by: Products
@@ -120,8 +122,8 @@ class Follower:
         else:
             known = np.where(tokens < len(self.embedding), np.maximum(tokens, 0), 0)
             words = self.embedding[known].astype(np.float32)
-        if self.fuse is not None:
-            x = by.times(np.concatenate([words, x], axis=1), self.fuse)
+        if self.fuse:
+            x = self._summed(np.concatenate([words, x], axis=1), self.fuse, by)
             if follow.bias is not None:
                 x = x + follow.bias.numpy()
         if follow.entry is not None:
@@ -163,6 +165,14 @@ class Follower:
         places, found = by.highest(x, self.head, count)
         return self.vocabulary[places], found
 
+    def _summed(self, x: FloatArray, matrices: list[Packed], by: Products) -> FloatArray:
+        """Rows that stand side by side times a matrix each."""
+        first, *others = zip(np.split(x, len(matrices), axis=1), matrices, strict=True)
+        total = by.times(*first)
+        for part, matrix in others:
+            total = total + by.times(part, matrix)
+        return total
+
     def _normed(self, x: FloatArray, weight: torch.Tensor) -> FloatArray:
         mean = np.square(x).mean(axis=-1, keepdims=True)
         normed: FloatArray = x / np.sqrt(mean + np.float32(self.shape.norm_eps)) * weight.numpy()
@@ -177,6 +187,11 @@ class Follower:
         sin = (np.sin(angles) * scale).astype(np.float32)
         low, high = np.split(x, 2, axis=-1)
         return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def _apart(matrix: torch.Tensor | None, size: int) -> list[Packed]:
+    """A matrix for each `size` columns: rows of other sizes than their neighbours need own scales."""
+    return [] if matrix is None else [_packed(part) for part in torch.split(matrix, size, dim=1)]
 
 
 def _packed(matrix: torch.Tensor) -> Packed:

@@ -53,15 +53,12 @@ class Grafted:
                 "the heads of this part turn otherwise than the model's: it runs with --weights fp32"
             )
         if weights.head is not None:
-            head = Packed.balanced(weights.head.numpy(), width)
+            head = Packed.of(weights.head.numpy(), None, width)
         elif len(weights.vocabulary) == shape.vocab_size:
             head = own.vocabulary
         else:
             rows = own.vocabulary.rows(weights.vocabulary, shape.hidden_size)
-            head = Packed.balanced(rows, width)
-        norm = padded(weights.norm, width)
-        if head.columns is not None:
-            norm[: shape.hidden_size] *= head.columns
+            head = Packed.of(rows, None, width)
         mix = Packed.of(weights.mix.numpy(), None, depth)
         layers = [pack_layer(shape, fitted(layer, shape), 8) for layer in weights.layers]
         into_large_pages([mix, *matrices_of(layers), *([head] * (head is not own.vocabulary))])
@@ -73,7 +70,7 @@ class Grafted:
             mix,
             padded(weights.mixed, width),
             layers,
-            norm,
+            padded(weights.norm, width),
             head,
             np.asarray(weights.vocabulary, dtype=np.int64),
         )

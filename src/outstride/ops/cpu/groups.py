@@ -121,6 +121,7 @@ class Grouped:
             None,
             None,
             None if self.bias is None else self.bias.ctypes.data,
+            None,
             self.tiles,
             self.depth,
             4,

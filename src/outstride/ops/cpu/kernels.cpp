@@ -1,5 +1,5 @@
-// Passes on CPUs: integer products of 8- or 4-bit weights with 12-bit activations, attention over
-// pages.
+// Passes on CPUs: integer products of 8-bit weights with 8-bit activations or of 4-bit weights with
+// 12-bit ones, attention over pages.
 //
 // No framework: plain buffers in, plain buffers out, errors as return codes. The code of the kernels
 // is in kernels.inc, compiled here for each instruction set; `outstride_open` chooses one at run time.
@@ -25,17 +25,26 @@
 #define ISA_PORTABLE 0
 #define ISA_AVX2 1
 #define ISA_AVX512 2
-#define ISA_AMX 3
+#define ISA_BF16 3
+#define ISA_AMX 4
 
 namespace {
 
 // --- what callers hand over (mirrored in native.py) -------------------------------------------------
+
+struct Stir {  // see kernels.stir.inc
+  const float* signs;      // [depth]
+  const int32_t* factors;  // of the number of runs, and 0
+  const float* blends;     // for each factor a table of its size
+  int32_t run;
+};
 
 struct Matrix {
   const uint8_t* data;   // [tiles][depth / 4][16 channels][4]; of 4 bits: see groups.py
   const float* scale;    // [tiles * 16]; null if each group has its own
   const int32_t* zero;   // [tiles * 16]: the code of 0; null likewise
   const float* bias;     // [tiles * 16] or null
+  const Stir* stir;      // null: rows are rounded as they are
   int32_t tiles, depth;  // depth: K rounded up to 16, or to a whole group
   int32_t bits;          // 8 or 4
 };
@@ -130,14 +139,17 @@ constexpr float MAX_NOISE = 22.8739f;
 
 // --- threads --------------------------------------------------------------------------------------
 
-struct Codes {  // quantized rows: two bytes for each value, one scale for each row
+constexpr int MOST_FACTOR = 64;
+
+struct Codes {  // quantized rows: at most two bytes for each value, one scale for each row
   int8_t* bytes;
   float* scale;
   int32_t* sums;  // [rows][slices]: sums of the values
   float* groups;  // [rows][depth / 32]: the same of each group, for weights of 4 bits
 };
 
-// So many products of 8 by 12 bits fit into 32 bits.
+// Products over so many columns are summed as whole numbers, which fit into 32 bits; longer ones are
+// sums of such in floating point.
 constexpr int SLICE = 4096;
 
 constexpr int slices(int depth) { return (depth + SLICE - 1) / SLICE; }
@@ -149,6 +161,7 @@ struct Share {  // one thread's part of an operation
   Codes* codes;   // its own
   Codes* shared;  // everybody's
   float* scratch;
+  float* stirred;  // a row before it is rounded
   Pool* pool;
 };
 
@@ -476,6 +489,16 @@ namespace {
 #undef ISA
 #pragma GCC pop_options
 #pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,prefer-vector-width=512")
+#define ISA ISA_BF16
+namespace bf16 {
+namespace {
+#include "kernels.inc"
+}
+}  // namespace bf16
+#undef ISA
+#pragma GCC pop_options
+#pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8,amx-bf16,prefer-vector-width=512")
 #define ISA ISA_AMX
 namespace amx {
@@ -531,7 +554,9 @@ int best_isa() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vnni"))
-      return has_amx() ? ISA_AMX : ISA_AVX512;
+      return has_amx()                              ? ISA_AMX
+             : __builtin_cpu_supports("avx512bf16") ? ISA_BF16
+                                                    : ISA_AVX512;
     return ISA_AVX2;
   }
 #endif
@@ -598,6 +623,7 @@ void* outstride_open(int threads, int isa, int rows, int depth, int scratch) {
 #if defined(__x86_64__)
   if (isa == ISA_AVX2) e->kernels = KERNELS(avx2);
   if (isa == ISA_AVX512) e->kernels = KERNELS(avx512);
+  if (isa == ISA_BF16) e->kernels = KERNELS(bf16);
   if (isa == ISA_AMX) e->kernels = KERNELS(amx);
 #endif
   Pool* p = &e->pool;
@@ -616,9 +642,10 @@ void* outstride_open(int threads, int isa, int rows, int depth, int scratch) {
                    (float*)malloc(sizeof(float) * 4), (int32_t*)malloc(sums * 4),
                    (float*)calloc(groups * 4, sizeof(float))};
     *s = {i, threads, &p->codes[i], &p->shared,
-          (float*)aligned_alloc(64, ((size_t)scratch * 4 + 127) / 64 * 64), p};
+          (float*)aligned_alloc(64, ((size_t)scratch * 4 + 127) / 64 * 64),
+          (float*)aligned_alloc(64, ((size_t)depth * 4 + 127) / 64 * 64), p};
     sound = sound && p->codes[i].bytes && p->codes[i].scale && p->codes[i].sums &&
-            p->codes[i].groups && s->scratch;
+            p->codes[i].groups && s->scratch && s->stirred;
   }
   if (!sound) return nullptr;
   for (int i = 1; i < threads; i++)
@@ -633,7 +660,7 @@ void outstride_close(void* engine) {
   for (int i = 1; i < p->count; i++) pthread_join(p->threads[i], nullptr);
   for (int i = 0; i < p->count; i++) {
     free(p->codes[i].bytes), free(p->codes[i].scale), free(p->codes[i].sums);
-    free(p->codes[i].groups), free(p->shares[i].scratch);
+    free(p->codes[i].groups), free(p->shares[i].scratch), free(p->shares[i].stirred);
   }
   free(p->shared.bytes), free(p->shared.scale), free(p->shared.sums), free(p->shared.groups);
   delete e;
@@ -692,37 +719,42 @@ void outstride_move(const Layer* layers, int count, const int64_t* sources, cons
   }
 }
 
-// Weights of float32, [channels][k], to tiles of bytes with one scale and one zero per channel: from
-// the least to the largest weight, or as far on both sides, whichever is closer (weights that were
-// rounded that way before stay what they are).
-void outstride_pack(const float* weights, int channels, int k, int tiles, int depth, uint8_t* data,
-                    float* scale, int32_t* zero) {
+// Weights of float32, [channels][k], stirred and rounded to tiles of bytes with one scale and one zero
+// per channel: from the least to the largest weight, or as far on both sides, whichever is closer.
+// `room`: two rows.
+void outstride_pack(const float* weights, int channels, int k, int tiles, int depth, const Stir* stir,
+                    float* room, uint8_t* data, float* scale, int32_t* zero) {
+  float *given = room, *row = room + depth;
   for (int n = 0; n < tiles * 16; n++) {
     uint8_t* tile = data + (size_t)(n / 16) * depth * 16 + n % 16 * 4;
-    const float* row = weights + (size_t)n * k;
+    memset(given, 0, sizeof(float) * depth);
+    if (n < channels) memcpy(given, weights + (size_t)n * k, sizeof(float) * k);
+    portable::stir(given, depth, depth, stir, row);
     float least = 0.0f, most = 0.0f;
-    if (n < channels)
-      for (int i = 0; i < k; i++) {
-        least = row[i] < least ? row[i] : least;
-        most = row[i] > most ? row[i] : most;
-      }
+    for (int i = 0; i < depth; i++) {
+      row[i] /= (float)stir->run;
+      least = row[i] < least ? row[i] : least;
+      most = row[i] > most ? row[i] : most;
+    }
     const Grid even = even_grid(least, most), whole = whole_grid(least, most);
-    const Grid g = n < channels && error_of(whole, row, k) < error_of(even, row, k) ? whole : even;
+    const Grid g = error_of(whole, row, depth) < error_of(even, row, depth) ? whole : even;
     scale[n] = g.scale, zero[n] = (int32_t)g.zero;
     for (int i = 0; i < depth; i++)
-      tile[(size_t)(i / 4) * 64 + i % 4] =
-          (uint8_t)(n < channels && i < k ? code_of(g, row[i]) : g.zero);
+      tile[(size_t)(i / 4) * 64 + i % 4] = (uint8_t)code_of(g, row[i]);
   }
 }
 
-// Rows of a packed matrix as float32: the embedding of a model that uses its head for both.
-void outstride_rows(const Matrix* m, const int64_t* ids, int count, int k, int width, float* out) {
+// Rows of a packed matrix as float32: the embedding of a model that uses its head for both. `room`: one
+// row of the matrix.
+void outstride_rows(const Matrix* m, const int64_t* ids, int count, int k, int width, float* room,
+                    float* out) {
   for (int r = 0; r < count; r++) {
     const int64_t n = ids[r];
     const uint8_t* tile = m->data + (size_t)(n / 16) * m->depth * 16 + n % 16 * 4;
-    for (int i = 0; i < k; i++)
-      out[(size_t)r * width + i] =
-          (float)(tile[(size_t)(i / 4) * 64 + i % 4] - m->zero[n]) * m->scale[n];
+    for (int i = 0; i < m->depth; i++)
+      room[i] = (float)(tile[(size_t)(i / 4) * 64 + i % 4] - m->zero[n]) * m->scale[n];
+    portable::unstir(room, m->depth, m->stir);
+    memcpy(out + (size_t)r * width, room, sizeof(float) * k);
   }
 }
 

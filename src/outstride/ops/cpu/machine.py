@@ -73,8 +73,8 @@ class Machine:
         """The width of the widest rows that trained heads multiply."""
         self.windows: tuple[int | None, ...] = tuple(shape.windows)
         self._engine: int | None = None
-        stored = "int8" if weights.bits == 8 else "int4 (head int8)"
-        self.name = f"cpu {native.ISAS[self._isa]} {stored} x 12 bit, cache bf16"
+        stored = "int8 x 8 bit" if weights.bits == 8 else "int4 x 12 bit (head int8 x 8 bit)"
+        self.name = f"cpu {native.ISAS[self._isa]} {stored}, cache bf16"
         self._open(256)
 
     @classmethod

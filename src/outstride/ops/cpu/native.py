@@ -14,14 +14,26 @@ _F, _I = c.c_float, c.c_int32
 _P = c.c_void_p
 
 
+class Stir(c.Structure):
+    """How rows are stirred: see kernels.cpp, here and below."""
+
+    _fields_ = (
+        ("signs", _P),
+        ("factors", _P),
+        ("blends", _P),
+        ("run", _I),
+    )
+
+
 class Matrix(c.Structure):
-    """Packed weights: see kernels.cpp, here and below."""
+    """Packed weights."""
 
     _fields_ = (
         ("data", _P),
         ("scale", _P),
         ("zero", _P),
         ("bias", _P),
+        ("stir", c.POINTER(Stir)),
         ("tiles", _I),
         ("depth", _I),
         ("bits", _I),
@@ -141,7 +153,7 @@ MOST_BEST = 64
 """So many tokens can be chosen for a node in native code."""
 MOST_FUSED = 16
 """So many of them without rows of the vocabulary, at temperature 0."""
-ISAS = ("portable", "avx2", "avx512-vnni", "amx")
+ISAS = ("portable", "avx2", "avx512-vnni", "avx512-bf16", "amx")
 
 
 def library_path() -> Path | None:
@@ -166,8 +178,8 @@ def library() -> c.CDLL:
     lib.outstride_open.restype = _P
     lib.outstride_open.argtypes = [c.c_int] * 5
     lib.outstride_close.argtypes = [_P]
-    lib.outstride_pack.argtypes = [_P, c.c_int, c.c_int, c.c_int, c.c_int, _P, _P, _P]
-    lib.outstride_rows.argtypes = [c.POINTER(Matrix), _P, c.c_int, c.c_int, c.c_int, _P]
+    lib.outstride_pack.argtypes = [_P, *[c.c_int] * 4, c.POINTER(Stir), _P, _P, _P, _P]
+    lib.outstride_rows.argtypes = [c.POINTER(Matrix), _P, c.c_int, c.c_int, c.c_int, _P, _P]
     lib.outstride_scratch.restype = c.c_int
     lib.outstride_scratch.argtypes = [c.c_int] * 3
     lib.outstride_keep.argtypes = [c.POINTER(Layer), _P, c.c_int, _P, _P]

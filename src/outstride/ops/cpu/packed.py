@@ -1,9 +1,11 @@
-"""Weights in the native format: bytes in tiles of sixteen channels, a scale and a zero per channel."""
+"""Weights in the native format: bytes in tiles of sixteen channels, a scale and a zero per channel.
+
+Rows are stirred before they are rounded, the weights' as well as those that they are multiplied with.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy.typing as npt
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.host import address
 from outstride.ops.cpu import native
+from outstride.ops.cpu.stir import Stir
 
 
 def rounded(size: int, to: int) -> int:
@@ -22,11 +25,7 @@ def rounded(size: int, to: int) -> int:
 
 @dataclass(slots=True)
 class Packed:
-    """A matrix [channels, k], ready for the kernels.
-
-    columns: what its columns were divided by before they were rounded. Whoever multiplies a row with
-    the matrix has multiplied the row with them.
-    """
+    """A matrix [channels, k], ready for the kernels."""
 
     data: npt.NDArray[np.uint8]
     scale: FloatArray
@@ -36,7 +35,6 @@ class Packed:
     k: int
     tiles: int
     depth: int
-    columns: FloatArray | None = None
     struct: native.Matrix = field(init=False)
     pointer: Any = field(init=False)
 
@@ -49,6 +47,7 @@ class Packed:
             self.scale.ctypes.data,
             self.zero.ctypes.data,
             None if self.bias is None else self.bias.ctypes.data,
+            Stir.of(self.depth).pointer,
             self.tiles,
             self.depth,
             8,
@@ -66,12 +65,15 @@ class Packed:
         data = np.empty(tiles * depth * 16, dtype=np.uint8)
         scale = np.empty(tiles * 16, dtype=np.float32)
         zero = np.empty(tiles * 16, dtype=np.int32)
+        room = np.empty(2 * depth, dtype=np.float32)
         native.library().outstride_pack(
             weight.ctypes.data,
             channels,
             k,
             tiles,
             depth,
+            Stir.of(depth).pointer,
+            room.ctypes.data,
             data.ctypes.data,
             scale.ctypes.data,
             zero.ctypes.data,
@@ -79,32 +81,6 @@ class Packed:
         if bias is not None:
             bias = np.concatenate([bias, np.zeros(tiles * 16 - channels)]).astype(np.float32)
         return cls(data, scale, zero, bias, channels, k, tiles, depth)
-
-    @classmethod
-    def balanced(cls, weight: FloatArray, depth: int) -> Packed:
-        """Quantizes a matrix with its columns evened out first, if that brings it closer.
-
-        Channels whose largest weights all stand in the same few columns have a coarse scale for the
-        sake of those; half of the difference between columns (in logarithms) is taken away.
-        """
-        plain = cls.of(weight, None, depth)
-        columns = np.zeros(weight.shape[1], dtype=np.float64)
-        for part in _parts(weight):
-            columns += np.square(np.square(part, dtype=np.float64)).sum(axis=0)
-        columns = np.sqrt(np.sqrt(np.sqrt(columns / max(columns.mean(), 1e-300))))
-        columns[columns == 0.0] = 1.0
-        even = columns.astype(np.float32)
-        other = cls.of(weight / even, None, depth)
-        other.columns = even
-        return other if other._error(weight) < plain._error(weight) else plain
-
-    def _error(self, weight: FloatArray) -> float:
-        total, start = 0.0, 0
-        for part in _parts(weight):
-            ids = np.arange(start, start + len(part))
-            total += float(np.square(self.rows(ids, self.k) - part).sum(dtype=np.float64))
-            start += len(part)
-        return total
 
     def move(self, memory: npt.NDArray[np.uint8]) -> None:
         """Puts the weights elsewhere."""
@@ -125,17 +101,11 @@ class Packed:
         ids = np.ascontiguousarray(ids, dtype=np.int64)
         if out is None:
             out = np.zeros((len(listed), width), dtype=np.float32)
+        room = np.empty(self.depth, dtype=np.float32)
         native.library().outstride_rows(
-            ctypes.byref(self.struct), address(ids), len(listed), self.k, width, address(out)
+            self.pointer, address(ids), len(listed), self.k, width, address(room), address(out)
         )
-        if self.columns is not None:
-            out[:, : self.k] *= self.columns
         return out
-
-
-def _parts(weight: FloatArray) -> Iterator[FloatArray]:
-    for start in range(0, len(weight), 4096):
-        yield weight[start : start + 4096]
 
 
 def alternating(weight: FloatArray) -> FloatArray:

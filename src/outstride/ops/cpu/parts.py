@@ -51,7 +51,7 @@ class Parts(Choice):
             self._planes += (weights.tap,)
             self._features = np.zeros((self._slots, len(self._planes) * size), dtype=np.float32)
         rows = self._weights.vocabulary.rows(weights.vocabulary, size)
-        eps, shared = self._shape.norm_eps, Packed.balanced(rows, self.width)
+        eps, shared = self._shape.norm_eps, Packed.of(rows, None, self.width)
         self._heads[name] = Heads.pack(weights, eps, self._packed, shared)
         self._open(self._space.rows)
         at = self._planes.index(weights.tap) * size

@@ -40,7 +40,7 @@ class Products(Machine):
     def _unscaled(self, x: FloatArray, matrix: Packed) -> tuple[FloatArray, FloatArray]:
         """Rows as they are, wide enough, and what the norm takes away: it is given back."""
         given = np.zeros((len(x), matrix.depth), dtype=np.float32)
-        given[:, : matrix.k] = x if matrix.columns is None else x * matrix.columns
+        given[:, : matrix.k] = x
         mean = np.square(given[:, : matrix.k]).mean(axis=1, keepdims=True)
         return given, np.sqrt(mean + np.float32(self._shape.norm_eps))
 

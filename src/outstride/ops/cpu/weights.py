@@ -19,13 +19,13 @@ from outstride.ops.contract import LayerWeights, Model, Shape
 from outstride.ops.cpu.groups import GROUP, Grouped
 from outstride.ops.cpu.packed import Packed, alternating, rounded
 
-FORMATS = {8: "outstride int8 2", 4: "outstride int4 1"}
+FORMATS = {8: "outstride int8 3", 4: "outstride int4 2"}
 """By the bits of a layer's weights; rises when the same weights would be packed differently."""
 LARGE = 2 << 20
 
 _MATRICES = ("qkv", "output", "gate_up", "down")
 _VECTORS = ("attention_norm", "query_norm", "key_norm", "mlp_norm")
-_PARTS = ("data", "scale", "zero", "bias", "columns")
+_PARTS = ("data", "scale", "zero", "bias")
 _GROUPED_PARTS = ("data", "bias")
 
 Matrix: TypeAlias = Packed | Grouped
@@ -98,14 +98,11 @@ class Weights:
         while model.layers:
             layers.append(pack_layer(shape, model.layers.pop(0), bits))
         table = model.embedding if model.head is None else model.head
-        vocabulary = Packed.balanced(table.numpy(), width)
+        vocabulary = Packed.of(table.numpy(), None, width)
         embedding = vocabulary
         if model.head is not None:
-            embedding = Packed.balanced(model.embedding.numpy(), width)
-        norm = padded(model.norm, width)
-        if vocabulary.columns is not None:
-            norm[: shape.hidden_size] *= vocabulary.columns
-        return cls(layers, vocabulary, embedding, norm, bits)
+            embedding = Packed.of(model.embedding.numpy(), None, width)
+        return cls(layers, vocabulary, embedding, padded(model.norm, width), bits)
 
     def into_large_pages(self) -> None:
         """Moves all matrices."""
