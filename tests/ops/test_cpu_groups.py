@@ -183,7 +183,8 @@ def test_random_shapes_and_numbers_of_rows(seed: int) -> None:
     ours, theirs = (
         read(decoder(ops, **changes), rows) for ops in (partial(int4, isa=isa), spread_out)
     )
-    assert np.abs(ours - theirs).max() < 0.12 * theirs.std()
+    assert np.abs(ours - theirs).max() < 0.25 * theirs.std()  # the head has eight bits
+    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.03 * theirs.std()
 
 
 @needs_kernels
