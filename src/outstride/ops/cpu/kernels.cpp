@@ -25,8 +25,7 @@
 #define ISA_PORTABLE 0
 #define ISA_AVX2 1
 #define ISA_AVX512 2
-#define ISA_BF16 3
-#define ISA_AMX 4
+#define ISA_AMX 3
 
 namespace {
 
@@ -489,16 +488,6 @@ namespace {
 #undef ISA
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,prefer-vector-width=512")
-#define ISA ISA_BF16
-namespace bf16 {
-namespace {
-#include "kernels.inc"
-}
-}  // namespace bf16
-#undef ISA
-#pragma GCC pop_options
-#pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8,amx-bf16,prefer-vector-width=512")
 #define ISA ISA_AMX
 namespace amx {
@@ -554,9 +543,7 @@ int best_isa() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vnni"))
-      return has_amx()                              ? ISA_AMX
-             : __builtin_cpu_supports("avx512bf16") ? ISA_BF16
-                                                    : ISA_AVX512;
+      return has_amx() ? ISA_AMX : ISA_AVX512;
     return ISA_AVX2;
   }
 #endif
@@ -623,7 +610,6 @@ void* outstride_open(int threads, int isa, int rows, int depth, int scratch) {
 #if defined(__x86_64__)
   if (isa == ISA_AVX2) e->kernels = KERNELS(avx2);
   if (isa == ISA_AVX512) e->kernels = KERNELS(avx512);
-  if (isa == ISA_BF16) e->kernels = KERNELS(bf16);
   if (isa == ISA_AMX) e->kernels = KERNELS(amx);
 #endif
   Pool* p = &e->pool;

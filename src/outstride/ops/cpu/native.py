@@ -153,7 +153,7 @@ MOST_BEST = 64
 """So many tokens can be chosen for a node in native code."""
 MOST_FUSED = 16
 """So many of them without rows of the vocabulary, at temperature 0."""
-ISAS = ("portable", "avx2", "avx512-vnni", "avx512-bf16", "amx")
+ISAS = ("portable", "avx2", "avx512-vnni", "amx")
 
 
 def library_path() -> Path | None:
