@@ -135,6 +135,28 @@ def test_a_slow_drafter_does_not_make_passes_look_dear(weighed: bool) -> None:
     assert cost.knots[1] < 0.01
 
 
+class Sleepy(Drafter):
+    """Rests for three steps, then looks once."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def demand(self, view: View) -> Demand:
+        self.asked.append(view.steps)
+        return Demand(rest=3)
+
+
+def test_who_rests_is_not_asked() -> None:
+    """A step counts as one whatever the others do; the first is the one in which it said so."""
+    drafter = Sleepy()
+    method = toy_method(drafter, registry.build("plain").acceptor)
+    bench = Bench()
+    bench.run(some_prompts(5, 1), method, SamplingParams(max_tokens=14, ignore_eos=True))
+    talking = [step for step in drafter.asked if step]
+    assert drafter.asked[0] == 0
+    assert talking == [3, 6, 9, 12]
+
+
 @pytest.mark.parametrize(
     ("name", "seen"), [("plain", True), ("early-exit:layer=1,length=1", False)]
 )

@@ -314,6 +314,7 @@ def measure(model: Model, pool: PagePool, most: int, *, reading: bool = False) -
     cost = Cost({nodes: _undisturbed(seconds[1:]) for nodes, seconds in times.items()})
     far = min(FAR, room + CACHED - PIECE)
     if reading and far > 2 * CACHED and pool.reserve(table, far + PIECE - CACHED) is not None:
+        clock.fill(far)
         _measure_reading(cost.reading, clock, far)
     table.positions = []
     pool.close(table)
@@ -326,10 +327,7 @@ def _undisturbed(seconds: list[float]) -> float:
 
 
 def _measure_reading(reading: Reading, clock: _Clock, far: int) -> None:
-    """What a node and a piece of a prompt cost more behind many entries than behind few.
-
-    Whatever these entries hold: that has no part in how long it takes.
-    """
+    """What a node and a piece of a prompt cost more behind many entries than behind few."""
     lengths, sizes = (CACHED, far), (1, PIECE)
     times: dict[tuple[int, int], list[float]] = {(n, at): [] for n in sizes for at in lengths}
     for _ in range(ROUNDS):
@@ -350,6 +348,19 @@ class _Clock:
     def __init__(self, model: Model, pool: PagePool, table: Table) -> None:
         self._model, self._pool, self.table = model, pool, table
         self._numbers = np.random.default_rng(0)
+
+    def fill(self, entries: int) -> None:
+        """Copies the entries that were read behind themselves, until there are so many.
+
+        What they hold has no part in how long a pass takes, but memory that was never written has: a
+        system lends one and the same page for all of it, and that is not fetched from far away.
+        """
+        behind = self._pool.slots(self.table, entries - len(self.table))
+        kept = self.table.positions
+        self.table.positions = []
+        read = self._pool.slots(self.table, len(kept))
+        self.table.positions = kept
+        self._model.move(np.resize(read, len(behind)), behind)
 
     def run(self, nodes: int, *, prompt: bool = False) -> float:
         """Seconds of a pass over a tree, or over a piece of a prompt."""
