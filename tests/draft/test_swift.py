@@ -107,3 +107,15 @@ def test_what_counts_is_the_whole_step(
     found = generate(model, "auto", prompt, 0.0, "part", cost)
     assert found.tokens == plain.tokens
     assert (found.counts.drafts > 0) == drafts
+
+
+def test_what_hardly_holds_is_held_against_plain_steps(model: Decoder, tmp_path: Path) -> None:
+    """Plain steps look dear here. Whoever never takes one would never learn that they are not."""
+    config, prompt = tiny(layers=3, tied=True), tokens(20)
+    attach(model, "part", write_part(tmp_path / "part", config, part_tensors(config)), "abc")
+    model.grafts["part"] = replace(model.grafts["part"], swift=True)
+    cost = Known({1: 5.0, 8: 5.05, 64: 5.3}, frozen=True)
+    cost.further = -4.0
+    found = generate(model, "auto", prompt, 0.0, "part", cost)
+    assert found.counts.passes > 70  # of 80 tokens
+    assert 0.4 * found.counts.passes < found.counts.drafts < 0.65 * found.counts.passes

@@ -37,6 +37,9 @@ class Auto(Mix):
     """With twice as many sequences, patience is half as long and looks are half as many; and so on."""
     STEADY = 8
     """Where a swift part is asked, it is weighed once in so many steps whether to go on."""
+    LITTLE = 0.3
+    """Where it brings fewer tokens than this, every other step is a plain one: whoever only drafts does
+    not know what plain steps take, and a slow one long ago would have the last word."""
 
     def __init__(self, *, parts: str = "", nodes: int = 48, from_: str = "") -> None:
         usual = "suffix" if from_ else "suffix+recycle"
@@ -62,9 +65,12 @@ class Auto(Mix):
         state.resting = True
         usual = chain.demand(view)
         depth = min(usual.most, view.graft(self.grafts[0]).block - 1, view.limit - view.end - 1)
+        chains = state.promises.chains
+        if state.chains and chains.trust < self.LITTLE:
+            return Demand()
         if state.chains % self.STEADY:
             return Demand(most=depth, gain=usual.gain)
-        return Demand(asking=state.promises.chains.gains(depth), whole=True)
+        return Demand(asking=chains.gains(depth), whole=True)
 
     def _weighed(self, view: View, state: State) -> Demand:
         joined = self._made(view, min(self.nodes, 2 * state.last + 4))
