@@ -39,7 +39,7 @@ def test_leaving_early_is_not_passing(ending: str) -> None:
 def test_endless_programs_are_ended(program: str) -> None:
     start = time.monotonic()
     assert sandbox.run(program, seconds=1.0).said in ("out of time", "ended without a word")
-    assert time.monotonic() - start < 2 * sandbox.PATIENCE + 10
+    assert time.monotonic() - start < 2 * sandbox.PATIENCE + 30
 
 
 def test_memory_is_limited() -> None:

@@ -67,7 +67,8 @@ def compare(model: Decoder, found: Scores, row: int, right: torch.Tensor, listed
     places = np.searchsorted(listed, found.best[row])
     wanted = right.numpy()
     np.testing.assert_array_equal(listed[places], found.best[row])
-    np.testing.assert_allclose(found.values[row], wanted[places], atol=3e-4 if exact else 0.5)
+    far = 3e-4 if exact else 0.5 * wanted.std()  # eight bits, step by step on their own results
+    np.testing.assert_allclose(found.values[row], wanted[places], atol=far)
     if exact:
         np.testing.assert_array_equal(found.best[row], listed[np.argsort(-wanted)[:16]])
 

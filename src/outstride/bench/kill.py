@@ -40,7 +40,7 @@ async def kill(
     *,
     clients: int = 16,
     tokens: int = 600,
-    warm: float = 2.0,
+    warm: float = 0.5,
 ) -> dict[str, Any]:
     """Kills the engine while clients wait, half of them streaming."""
     talks = [
