@@ -163,7 +163,7 @@ def test_who_rests_is_not_asked() -> None:
 def test_passes_over_some_layers_say_nothing_of_whole_ones(name: str, seen: bool) -> None:
     bench = Bench()
     bench.engine.scheduler.cost = cost = Cost({1: 50.0, 64: 60.0})
-    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    params = SamplingParams(max_tokens=32, ignore_eos=True)
     bench.run([[5]], registry.build(name), params)
     assert (cost.knots[1] < 20.0) == seen
 

@@ -37,7 +37,7 @@ class Auto(Mix):
     """With twice as many sequences, patience is half as long and looks are half as many; and so on."""
     STEADY = 8
     """Where a swift part is asked, it is weighed once in so many steps whether to go on."""
-    LITTLE = 0.3
+    LITTLE = 0.15
     """Where it brings fewer tokens than this, every other step is a plain one: whoever only drafts does
     not know what plain steps take, and a slow one long ago would have the last word."""
 

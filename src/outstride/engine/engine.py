@@ -26,6 +26,8 @@ from outstride.engine.stopping import Spell
 
 Tell = Callable[[list[Progress]], None]
 NOTHING = Demand()
+SELDOM = 4
+"""Of plain steps of a lone sequence, once in so many it is entered what they took."""
 
 
 class Engine:
@@ -93,6 +95,8 @@ class Engine:
             return
         if not asking:
             cost.rest()
+            if len(turns) == 1 and nodes == 1 and self.ledger.steps % SELDOM:
+                return  # one plain step is like the next, and a card takes them in no time
         pieces, talking = pieces_of(turn.share for turn in turns)
         guessing = [turn for turn in turns if turn.share.room]
         if guessing and all(turn.sequence.method.drafter.weighed for turn in guessing):
