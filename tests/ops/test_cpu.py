@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from outstride.core.graph import FloatArray, NodeId, block, chain, tree
@@ -18,7 +19,7 @@ from outstride.models.decoder import Decoder
 from outstride.ops.contract import Model, Ops
 from outstride.ops.cpu import Cpu, native
 from outstride.ops.cpu.packed import Packed, alternating
-from outstride.ops.cpu.stir import Stir
+from outstride.ops.cpu.stir import Stir, hartley
 from outstride.ops.cpu.weights import Weights
 from outstride.ops.reference import Reference
 from tests.models.drive import Hand, logits, random_decoder, tiny, tokens
@@ -163,13 +164,24 @@ def test_the_best_of_greedy_rows_are_those_of_the_core(isa: int, count: int) -> 
             assert found[i].tolist() == best(row, Draw(), i + 1, k).tolist()
 
 
+def stirring(width: int) -> npt.NDArray[Any]:
+    """What a row of so many columns is multiplied with when it is stirred, written out."""
+    stir = Stir.of(width)
+    table: npt.NDArray[Any] = np.ones((1, 1))
+    while len(table) < stir.run:
+        table = np.kron([[1.0, 1.0], [1.0, -1.0]], table)
+    for factor in stir.factors[:-1]:
+        table = np.kron(hartley(int(factor)), table)
+    return np.kron(np.eye(width // len(table)), table) * stir.signs
+
+
 WIDTHS = (16, 48, 64, 96, 576, 43 * 16, 67 * 16, 1536, 9008)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_stirring_is_a_rotation(width: int) -> None:
     """Up to a factor; none of its entries stands out, where the width has no large prime factor."""
-    table, run = Stir.of(width).matrix(), Stir.of(width).run
+    table, run = stirring(width), Stir.of(width).run
     np.testing.assert_allclose(table @ table.T, run * np.eye(width), atol=1e-9 * run)
     if width in (64, 96, 576, 1536):
         assert np.abs(table).max() < 2.01 * np.sqrt(run / width)
@@ -186,7 +198,7 @@ def test_packing_is_rounding(width: int) -> None:
     weight[:, 1] *= 30
     packed = Packed.of(weight, None, width)
     back = packed.rows(np.arange(37), k)
-    stirred = weight @ stir.matrix()[:, :k].T / stir.run
+    stirred = weight @ stirring(width)[:, :k].T / stir.run
     low, high = (np.minimum(stirred.min(axis=1), 0), np.maximum(stirred.max(axis=1), 0))
     step = np.maximum(np.maximum(high, -low) / 127, (high - low) / 255)
     whole = np.zeros((37, width))
@@ -203,7 +215,7 @@ def test_products_are_those_of_rounded_rows(width: int) -> None:
     weight = rng.standard_normal((50, width)).astype(np.float32)
     x = rng.standard_normal((45, width)).astype(np.float32)
     x[:, 3] *= 40
-    packed, stir = Packed.of(weight, None, width), Stir.of(width).matrix()
+    packed, stir = Packed.of(weight, None, width), stirring(width)
     turned = x @ stir.T
     step = np.abs(turned).max(axis=1, keepdims=True) / 127
     codes = np.rint(turned / step)

@@ -138,7 +138,7 @@ constexpr float MAX_NOISE = 22.8739f;
 
 // --- threads --------------------------------------------------------------------------------------
 
-constexpr int MOST_FACTOR = 64;
+constexpr int MOST_FACTOR = 64;  // of `Stir::factors`: stir.py leaves larger ones out
 
 struct Codes {  // quantized rows: at most two bytes for each value, one scale for each row
   int8_t* bytes;

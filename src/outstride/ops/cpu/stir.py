@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from outstride.core.graph import FloatArray
 from outstride.ops.cpu import native
 
 MOST_FACTOR = 64
-"""Runs of a larger prime number are not stirred together."""
+"""Runs of a larger prime number are not stirred together. As in kernels.cpp."""
 FIRST = 16384
 """The number from which signs are made: of five, the one that brought the default model closest to fp32
 on 24 texts of GSM8K's training part."""
@@ -55,16 +54,6 @@ class Stir:
     @property
     def pointer(self) -> ctypes._Pointer[native.Stir]:
         return ctypes.pointer(self.struct)
-
-    def matrix(self) -> npt.NDArray[np.float64]:
-        """What a row is multiplied with, as a whole: for tests."""
-        stirred: npt.NDArray[Any] = np.ones((1, 1))
-        while len(stirred) < self.run:
-            stirred = np.kron(np.array([[1.0, 1.0], [1.0, -1.0]]), stirred)
-        for factor in self.factors[:-1]:
-            stirred = np.kron(hartley(int(factor)), stirred)
-        stirred = np.kron(np.eye(self.depth // len(stirred)), stirred)
-        return stirred * self.signs
 
 
 def hartley(size: int) -> npt.NDArray[np.float64]:
