@@ -12,7 +12,7 @@ from outstride.core.graph import IntArray, TokenGraph, block, chain, tree, union
 from outstride.core.sequence import Table
 from outstride.ops.contract import Span
 from outstride.ops.cuda.layout import DEEP, FIELDS, HEADER, KEYS, LEVEL, Card, Layout, Pace
-from outstride.ops.cuda.relay import ITEMS, ITEMS_AT, NODES, PAGES_AT, SLACK, Mould
+from outstride.ops.cuda.relay import ITEMS, ITEMS_AT, NODES, PAGES_AT, SHIFT, SLACK, Mould
 from outstride.ops.cuda.steps import Steps
 from outstride.ops.cuda.tiles import Describer
 
@@ -269,10 +269,17 @@ def test_the_pass_behind_in_a_mould(rows: list[int]) -> None:
     assert kept > 20
 
 
+def described(mould: Mould, context: int, pages: list[int]) -> Layout:
+    """Eight nodes behind `context` entries, or up to seven fewer."""
+    form = mould.form(mould.key(context, 7, 8), context, 16)
+    assert form is not None
+    return replace(form.layout, words=form.words(context, pages, 0))
+
+
 def moved_back(layout: Layout, held: int) -> None:
     """What the card does to a pass that was described as if all of a chain had held."""
     words, rows = layout.words, layout.rows
-    nodes, back = int(words[NODES]), held - int(words[SLACK])
+    nodes, back = int(words[NODES]), held - int(words[SLACK]) + int(words[SHIFT])
     places = words[HEADER + rows : HEADER + rows + nodes]
     places += back
     pages = words[int(words[PAGES_AT]) :]
@@ -292,8 +299,7 @@ def test_a_pass_moved_back_is_the_pass_at_that_place(level: bool, size: int | No
     pages = [int(page) for page in source.permutation(POOL)[:60]]
     context = 100
     while context < 700:
-        made = mould.layout(context + slack, slack, nodes, pages, 16)
-        assert made is not None
+        made = described(mould, context + slack, pages)
         held = int(source.integers(slack + 1))
         moved_back(made, held)
         at = context + held
@@ -310,8 +316,7 @@ def test_a_pass_moved_back_is_the_pass_at_that_place(level: bool, size: int | No
 
 def test_a_pass_moved_back_too_far_would_be_noticed() -> None:
     mould, pages = Mould((None,), CARD, level=False), list(range(40))
-    made = mould.layout(307, 7, 8, pages, 16)
-    assert made is not None
+    made = described(mould, 307, pages)
     moved_back(made, 2)
     there = Span(chain([5] * 8, 303), np.arange(303, 311), Table(pages, list(range(303))), 0, 0)
     assert read(made, 0, None) != right([there], None)

@@ -276,7 +276,14 @@ def tree(
 
 def drafted(given: TokenGraph, tokens: list[int], parents: list[int], start: int) -> TokenGraph:
     """`given.grow(tree(tokens, parents, start))` in one go: most steps that draft make one."""
-    shift, n = len(given), len(given) + len(tokens)
+    shift, n = len(given.tokens), len(given.tokens) + len(tokens)
+    if (
+        shift == 1
+        and parents == list(range(-1, len(tokens) - 1))
+        and given.positions.item(0) == start - 1
+        and not (given.mixtures or given.probes.item(0))
+    ):
+        return chain([given.tokens.item(0), *tokens], start - 1)
     if n >= _MANY or given.mixtures or not given.is_chain:
         return given.grow(tree(tokens, parents, start))
     _check(len(tokens), parents)
@@ -316,13 +323,15 @@ def block(
     """Nodes that all see each other."""
     n = len(inputs)
     small = n < _MANY
+    mixtures = {i: x for i, x in enumerate(inputs) if isinstance(x, Mixture)}
+    tokens = [MIXTURE if isinstance(x, Mixture) else x for x in inputs] if mixtures else inputs
     graph = TokenGraph(
-        tokens=_ints([MIXTURE if isinstance(x, Mixture) else x for x in inputs]),
+        tokens=np.array(tokens, dtype=np.int64),
         positions=np.arange(start, start + n) if positions is None else _ints(positions),
         parents=_TOPMOST[:n] if small else np.full(n, -1),
         blocks=_FIRST[:n] if small else np.zeros(n, dtype=np.int64),
         probes=_NO[:n] if small else np.zeros(n, dtype=np.bool_),
-        mixtures={i: x for i, x in enumerate(inputs) if isinstance(x, Mixture)},
+        mixtures=mixtures,
     )
     graph.__dict__.update(is_chain=n < 2, is_tree=n < 2)
     return graph

@@ -10,12 +10,12 @@ import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 from outstride.ops.cuda.chain import PLACE
 from outstride.ops.cuda.choose import POSITION
 from outstride.ops.cuda.layout import FIELDS, HEADER, PLACES, Layout
-from outstride.ops.cuda.relay import ITEMS, ITEMS_AT, MOST, NODES, PAGES_AT, SLACK
+from outstride.ops.cuda.relay import ITEMS, ITEMS_AT, MOST, NODES, PAGES_AT, SHIFT, SLACK
 
 _NODES, _ITEMS, _ITEMS_AT = tl.constexpr(NODES), tl.constexpr(ITEMS), tl.constexpr(ITEMS_AT)
 _PAGES_AT, _SLACK, _MOST = tl.constexpr(PAGES_AT), tl.constexpr(SLACK), tl.constexpr(MOST)
 _HEADER, _FIELDS, _PLACES = tl.constexpr(HEADER), tl.constexpr(FIELDS), tl.constexpr(PLACES)
-_POSITION, _PLACE = tl.constexpr(POSITION), tl.constexpr(PLACE)
+_POSITION, _PLACE, _SHIFT = tl.constexpr(POSITION), tl.constexpr(PLACE), tl.constexpr(SHIFT)
 
 
 @triton.jit
@@ -39,12 +39,13 @@ def back_kernel(
         root = tl.load(best + held)
         tl.store(state, held)
         tl.store(state + 1, root)
-        tl.store(words + _PLACE, tl.load(words + _PLACE) + held - slack)
         tokens = tl.load(words + _HEADER + line)
     else:
         held, root = tl.load(state), tl.load(state + 1)
         tokens = tl.load(drafted + line - 1, mask=(line > 0) & (line < nodes), other=0)
-    back = held - slack
+    back = held - slack + tl.load(words + _SHIFT)
+    if DRAFT:
+        tl.store(words + _PLACE, tl.load(words + _PLACE) + back)
     ours = line < nodes
     tl.store(words + _HEADER + line, tl.where(line == 0, root, tokens), mask=ours)
     place = tl.load(words + _HEADER + ROWS + line) + back

@@ -7,7 +7,7 @@ next draft and the pass over it of a sequence for which a trained part drafts ch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -24,13 +24,17 @@ from outstride.ops.cuda.head import Head, Kind, padded
 from outstride.ops.cuda.launch import Back, Deferred, Launcher
 from outstride.ops.cuda.layout import HEADER, PLACES, Card, Layout, Words
 from outstride.ops.cuda.moves import Entries
-from outstride.ops.cuda.relay import Mould, Relay
+from outstride.ops.cuda.relay import Form, Mould, Relay
 from outstride.ops.cuda.steps import STAGED, Steps
 from outstride.ops.cuda.tiles import ordinary
 from outstride.ops.cuda.transfer import Reply
 
 _FIRST = np.zeros(1, dtype=np.int64)
 """The nodes of a step that are scored."""
+
+
+Forms = dict[tuple[int, ...], Form]
+"""Descriptions of a sequence's passes, by what they differ in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class _Asked:
     reply: Reply
     drafted: torch.Tensor
     """The chain, on the card."""
+    forms: Forms = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -72,6 +77,7 @@ class _Judged:
     kind: Kind
     ask: Ask
     table: Table
+    forms: Forms = field(default_factory=dict)
 
 
 class Foresight:
@@ -165,7 +171,7 @@ class Foresight:
         layout.words[at + room : at + room + draws.size] = draws.reshape(-1)
         ahead.reply = self._head.replies.take(count)
         layout.words[0] = ahead.reply.place
-        self._launcher.words.send(layout.words)
+        self._launcher.words.post(layout.words)
         recorded.replay()
         ahead.reply.launched()
 
@@ -241,23 +247,17 @@ class Foresight:
         further = -(-end // card.page_size) - len(table.pages)
         if not self._relay_trust.enough or end > self._limit or further > STAGED:
             return
+        draft, pass_ = self._draft_form(asked, most, count), self._pass_form(judged, most, count)
+        if draft is None or pass_ is None:
+            return
         own = card.spare // card.page_size + 1
         pages = [*table.pages, *range(own, own + max(further, 0))]
-        layouts = [
-            self._mould(name, windows, level).layout(most, count, nodes, pages, padded(nodes))
-            for name, nodes, windows, level in (
-                (asked.proposal.graft, block, asked.deferred.batch.windows, True),
-                ("", count + 1, self._windows, False),
-            )
-        ]
-        if None in layouts:
-            return
         relay = Relay(
             table, least, drafted, before, pages, len(table.pages), asked.proposal, judged.ask
         )
-        draft, pass_ = (self._launcher.fit(layout) for layout in layouts if layout is not None)
-        relay.draft = self._start_draft(draft, asked, most)
-        relay.judged = self._start_pass(pass_, asked, judged, most, count + 1)
+        relay.draft = self._start(draft, asked, most, pages, len(asked.rows), asked.drafted)
+        relay.draft.length = len(asked.rows)
+        relay.judged = self._start(pass_, judged, most, pages, count + 1, asked.drafted)
         self._relay = relay
 
     def _mould(self, part: str, windows: Sequence[int | None], level: bool) -> Mould:
@@ -265,32 +265,59 @@ class Foresight:
             self._moulds[part] = Mould(windows, self._card, level=level)
         return self._moulds[part]
 
-    def _start_draft(self, layout: Layout, asked: _Asked, most: int) -> Reply:
-        words, proposal, rows = layout.words, asked.proposal, asked.rows
-        words[HEADER : HEADER + len(proposal.graph.tokens)] = proposal.graph.tokens
-        reply = asked.head.replies.take(len(rows))
-        reply.length = len(rows)
-        chain.describe(words, len(rows), proposal.draw, most + int(rows[0]))
-        _enter_rows(layout, rows, reply)[:, COUNT] = asked.head.several(proposal)
-        back = Back(self._head.chosen, asked.drafted, draft=True)
-        self._launcher.start(
-            layout, asked.deferred, padded(len(rows)), asked.kind, asked.head, cut=False, back=back
-        )
-        reply.launched()
-        return reply
+    def _draft_form(self, asked: _Asked, most: int, slack: int) -> Form | None:
+        """The part's next pass."""
+        proposal, rows = asked.proposal, asked.rows
+        nodes = len(proposal.graph.tokens)
+        mould = self._mould(proposal.graft, asked.deferred.batch.windows, True)
+        key = mould.key(most, slack, nodes)
+        if key in asked.forms:
+            return asked.forms[key]
+        form = mould.form(key, most, padded(nodes))
+        if form is not None:
+            words = form.layout.words
+            words[HEADER : HEADER + nodes] = proposal.graph.tokens
+            chain.describe(words, len(rows), proposal.draw, form.context + int(rows[0]))
+            _enter_rows(form.layout, rows)[:, COUNT] = asked.head.several(proposal)
+            asked.forms[key] = form
+        return form
 
-    def _start_pass(
-        self, layout: Layout, asked: _Asked, judged: _Judged, most: int, count: int
+    def _pass_form(self, judged: _Judged, most: int, slack: int) -> Form | None:
+        """The pass over what the part will draft."""
+        mould = self._mould("", self._windows, False)
+        key = mould.key(most, slack, slack + 1)
+        if key in judged.forms:
+            return judged.forms[key]
+        form = mould.form(key, most, padded(slack + 1))
+        if form is not None:
+            rows = np.arange(slack + 1)
+            draws = _enter_rows(form.layout, rows)
+            draws[:] = judged.draws
+            draws[:, POSITION] = form.context + rows + judged.ask.offset
+            judged.forms[key] = form
+        return form
+
+    def _start(
+        self,
+        form: Form,
+        of: _Asked | _Judged,
+        context: int,
+        pages: list[int],
+        rows: int,
+        drafted: torch.Tensor,
     ) -> Reply:
-        rows = np.arange(count)
-        reply = self._head.replies.take(count)
-        draws = _enter_rows(layout, rows, reply)
-        draws[:] = judged.draws
-        draws[:, POSITION] = most + rows + judged.ask.offset
-        back = Back(self._head.chosen, asked.drafted, draft=False)
-        self._launcher.start(
-            layout, judged.deferred, padded(count), judged.kind, self._head, cut=False, back=back
-        )
+        """Launches a pass that the card moves to where its sequence will stand."""
+        part = isinstance(of, _Asked)
+        head = of.head if isinstance(of, _Asked) else self._head
+        reply = head.replies.take(rows)
+        words = form.words(context, pages, reply.place)
+        if not self._launcher.again(form.recording, words):
+            layout = self._launcher.fit(replace(form.layout, words=words))
+            back = Back(self._head.chosen, drafted, draft=part)
+            started = self._launcher.start(
+                layout, of.deferred, padded(rows), of.kind, head, cut=False, back=back
+            )
+            form.recording = started or form.recording
         reply.launched()
         return reply
 
@@ -307,7 +334,7 @@ class Foresight:
                 self._relay = None
                 self._relay_trust.learn(True)
                 if strays := relay.strays(piece, size):
-                    self._entries.copy(strays)
+                    self._entries.move(*np.asarray(strays).T)
                 drafted = piece.proposal.graph.tokens[1:]
                 self._run_on(asked, judged, piece.table, drafted, relay.judged)
                 return self._head.collect([item], relay.judged, True)
@@ -315,9 +342,8 @@ class Foresight:
         return None
 
 
-def _enter_rows(layout: Layout, rows: IntArray, reply: Reply) -> Words:
-    """Enters which rows are scored and where the tokens go; returns the words of their draws."""
+def _enter_rows(layout: Layout, rows: IntArray) -> Words:
+    """Enters which rows are scored; returns the words of their draws."""
     words, at, room, count = layout.words, layout.head_at, layout.head_rows, len(rows)
-    words[0] = reply.place
     words[at : at + count] = rows
     return words[at + room : at + room + count * PLACES].reshape(count, PLACES)

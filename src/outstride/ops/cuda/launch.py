@@ -12,7 +12,7 @@ import triton  # type: ignore[import-not-found,unused-ignore]
 from outstride.ops.contract import Span
 from outstride.ops.cuda.back import move_back
 from outstride.ops.cuda.head import Head, Kind, Rows
-from outstride.ops.cuda.layout import SIZES, Layout
+from outstride.ops.cuda.layout import SIZES, Layout, Words
 from outstride.ops.cuda.moves import Entries
 from outstride.ops.cuda.steps import Steps
 from outstride.ops.cuda.tiles import Describer
@@ -82,14 +82,19 @@ class Launcher:
 
     def clear(self) -> None:
         """Makes recordings void: buffers or weights are others now."""
-        self._graphs.clear()
+        self._drop()
         self._seen.clear()
+
+    def _drop(self) -> None:
+        for recording in self._graphs.values():
+            recording.void = True
+        self._graphs.clear()
 
     def fit(self, layout: Layout) -> Layout:
         """Makes room for the words of a pass."""
         if len(layout.words) > len(self.words):
             self.words = Ring(self._device, triton.next_power_of_2(len(layout.words)))
-            self._graphs.clear()
+            self._drop()
         return layout
 
     def recorded(self, layout: Layout, whole: tuple[int, int], kind: Kind) -> Recording | None:
@@ -108,15 +113,17 @@ class Launcher:
         *,
         cut: bool = True,
         back: Back | None = None,
-    ) -> None:
+    ) -> Recording | None:
         """Starts a whole pass and `rows` rows of its head: replayed, once it has been recorded.
 
+        Returns what was replayed, if it would do for the same pass `again`.
         cut: the card has nothing else to do while the pass is handed to it.
         """
         moves = self._entries.enter(layout.words)
 
         def work(recording: Recording | None = None) -> None:
             words = self.words.words
+            self.words.fetch()
             self.under_way, self.recording = True, recording if cut else None
             try:
                 if moves:
@@ -133,17 +140,32 @@ class Launcher:
             if rows:
                 head.launch(left.low, rows, kind, words, layout.head_at, layout.head_rows)
 
-        self.words.send(layout.words)
-        key = _key(layout, deferred.whole, rows, kind, cut, moves, back)
-        if not self._wanted or layout.rows > RECORDED:
-            work()
-        elif key not in self._seen:  # compiles what is missing
-            self._seen.add(key)
-            work()
-        else:
+        self.words.post(layout.words)
+        try:
+            if not self._wanted or layout.rows > RECORDED:
+                work()
+                return None
+            key = _key(layout, deferred.whole, rows, kind, cut, moves, back)
+            if key not in self._seen:  # compiles what is missing
+                self._seen.add(key)
+                work()
+                return None
             if key not in self._graphs:
                 self._graphs[key] = Recording(work)
-            self._graphs[key].replay()
+            found = self._graphs[key]
+            found.replay()
+            return None if moves else found
+        except BaseException:
+            self.words.realign()
+            raise
+
+    def again(self, recording: Recording | None, words: Words) -> bool:
+        """Replays a pass with other words, if it is recorded and nothing has to happen before it."""
+        if recording is None or recording.void or self._entries.due or len(words) > len(self.words):
+            return False
+        self.words.post(words)
+        recording.replay()
+        return True
 
 
 def _key(

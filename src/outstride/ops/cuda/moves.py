@@ -104,6 +104,11 @@ class Entries:
         if self.features.shape[1]:
             self.features.index_copy_(0, write, self.features.index_select(0, read))
 
+    @property
+    def due(self) -> bool:
+        """Whether entries are to be moved before the next pass."""
+        return self._pending is not None
+
     def enter(self, words: Words) -> bool:
         """Enters moves that are due in the header of a pass, which then must `launch` them."""
         pairs, self._pending = self._pending, None

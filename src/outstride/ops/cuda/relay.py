@@ -24,30 +24,54 @@ from outstride.core.sequence import Table
 from outstride.ops.cuda.layout import (
     COLUMNS,
     FIELDS,
-    HEADER,
     KEYS,
     LEVEL,
     PAGED,
     Card,
     Layout,
+    Words,
     compose,
 )
 
 if TYPE_CHECKING:
     from outstride.ops.cuda.ahead import Ask
-    from outstride.ops.cuda.transfer import Reply
+    from outstride.ops.cuda.transfer import Recording, Reply
 
-NODES, ITEMS, ITEMS_AT, PAGES_AT, SLACK = 2, 3, 4, 5, 6
-"""Words of the header of a pass that is moved back: how many nodes it has, how many items of attention
-and where they begin, where its pages begin, and by how much it is moved at the most."""
+NODES, ITEMS, ITEMS_AT, PAGES_AT, SLACK, SHIFT = 2, 3, 4, 5, 6, 14
+"""Words of the header of a pass that is moved: how many nodes it has, how many items of attention and
+where they begin, where its pages begin, by how much it is moved back at the most, and by how much
+further on it stands than it is described."""
 MOST = 512
 """Items that may be moved."""
 KEPT = 1024
 """Descriptions that are kept: the next answers stand behind as many entries once more."""
 
 
+@dataclass(slots=True)
+class Form:
+    """The description of a pass of one sequence, which is the same again a step later.
+
+    What differs is where it stands, which the card puts right, and the pages.
+    """
+
+    layout: Layout
+    """Its words end where pages begin."""
+    context: int
+    """Behind how many entries it is described."""
+    recording: Recording | None = None
+
+    def words(self, context: int, pages: Sequence[int], place: int) -> Words:
+        """The words of the pass behind `context` entries whose tokens come to this row of replies."""
+        size = self.layout.pages
+        words = np.empty(size + len(pages), dtype=np.int32)
+        words[:size] = self.layout.words
+        words[size:] = pages
+        words[0], words[SHIFT] = place, context - self.context
+        return words
+
+
 class Mould:
-    """Describes passes of one kind; most of a description is the same in the next one.
+    """Describes passes of one kind; many of them are alike but for where they stand.
 
     level: the nodes all see each other; else they are a chain.
     """
@@ -57,37 +81,26 @@ class Mould:
         self._card, self._level = card, level
         self._edges: dict[tuple[int, int], list[int]] = {}
         """By nodes and slack, what decides which blocks are read: places, counted from the context."""
-        self._made: dict[tuple[int, ...], tuple[Layout, int]] = {}
-        """By what descriptions differ in, one of them, and behind how many entries it stands."""
+        self._made: dict[tuple[int, ...], Form | None] = {}
 
-    def layout(
-        self, context: int, slack: int, nodes: int, pages: Sequence[int], rows: int
-    ) -> Layout | None:
-        """A pass over so many nodes behind `context` entries, or up to `slack` fewer.
+    def key(self, context: int, slack: int, nodes: int) -> tuple[int, ...]:
+        """What descriptions of passes behind `context` entries, or up to `slack` fewer, differ in."""
+        edges = self._edges.get((nodes, slack))
+        if edges is None:
+            edges = self._edges[nodes, slack] = self._edges_of(nodes, slack)
+        return (nodes, slack, *[(context + edge) // KEYS for edge in edges])
 
-        None if it has too many items to be moved.
-        """
-        if (nodes, slack) not in self._edges:
-            self._edges[nodes, slack] = self._edges_of(nodes, slack)
-        blocks = [(context + edge) // KEYS for edge in self._edges[nodes, slack]]
-        key = (nodes, slack, rows, *blocks)
+    def form(self, key: tuple[int, ...], context: int, rows: int) -> Form | None:
+        """A description, for the caller to fill in; None if it has too many items to be moved."""
+        nodes, slack, *_ = key
         if key not in self._made:
-            composed = self._compose(context, slack, nodes, rows)
-            if composed is None:
-                return None
             if len(self._made) >= KEPT:
                 self._made.clear()
-            self._made[key] = composed, context
-        made, before = self._made[key]
-        words = np.empty(made.pages + len(pages), dtype=np.int32)
-        words[: made.pages] = made.words[: made.pages]
-        words[made.pages :] = pages
-        start = HEADER + rows
-        words[start : start + nodes] += context - before
-        begin = made.windows[0]
-        items = words[begin : begin + words.item(ITEMS) * FIELDS].reshape(-1, FIELDS)
-        items[:, 11:13] += context - before
-        return replace(made, words=words)
+            self._made[key] = self._compose(context, slack, nodes, rows)
+        made = self._made[key]
+        if made is None:
+            return None
+        return Form(replace(made.layout, words=made.layout.words.copy()), made.context)
 
     def _tiles(self, nodes: int) -> tuple[int, IntArray, IntArray, IntArray]:
         """The size of tiles, their first nodes, how many each has, and the last that it sees."""
@@ -108,7 +121,7 @@ class Mould:
             edges += (starts - slack - self._window + 1).tolist()
         return edges
 
-    def _compose(self, context: int, slack: int, nodes: int, rows: int) -> Layout | None:
+    def _compose(self, context: int, slack: int, nodes: int, rows: int) -> Form | None:
         card, level, window = self._card, self._level, self._window
         tile, starts, some, lasts = self._tiles(nodes)
         found = np.zeros((len(starts), COLUMNS), dtype=np.int64)
@@ -129,7 +142,7 @@ class Mould:
             return None
         made.words[[NODES, ITEMS, ITEMS_AT]] = nodes, live, made.windows[0]
         made.words[[PAGES_AT, SLACK]] = made.pages, slack
-        return made
+        return Form(made, context)
 
 
 @dataclass(slots=True)

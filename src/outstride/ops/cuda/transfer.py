@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """What goes between host and card in a pass: words one way, tokens the other way."""
 
 from __future__ import annotations
@@ -7,42 +8,92 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton  # type: ignore[import-not-found,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
 from outstride.core.graph import FloatArray, IntArray
 from outstride.ops.cuda.layout import BEST, HEAD_ROWS, Words
 
 RING = 8
-"""Transfers that may be under way."""
+"""Transfers that may be under way; a power of two."""
+LEAD = 4
+"""Words before those that are sent: the first says how many they are."""
+TURNS = (1 << 30) - 1
+"""Transfers are counted modulo one more than this."""
+_RING, _LEAD, _TURNS = tl.constexpr(RING), tl.constexpr(LEAD), tl.constexpr(TURNS)
+
+
+@triton.jit
+def fetch_kernel(host, words, turn, taken, ld, BLOCK: tl.constexpr):
+    """One program. The next words that the host has put down, straight from its memory."""
+    now = tl.load(turn)
+    source = host + (now & (_RING - 1)) * ld
+    count = tl.load(source, cache_modifier=".cv")
+    place = tl.arange(0, BLOCK)
+    for start in range(0, count, BLOCK):
+        inside = start + place < count
+        found = tl.load(source + _LEAD + start + place, mask=inside, cache_modifier=".cv")
+        tl.store(words + start + place, found, mask=inside)
+    tl.debug_barrier()
+    following = (now + 1) & _TURNS
+    tl.store(turn, following)
+    tl.store(taken, following)
 
 
 class Ring:
-    """Pinned memory from which words are copied to one place on the card."""
+    """Pinned memory from which words come to one place on the card.
+
+    The host puts words down, and the card takes them at the beginning of the pass that they describe:
+    to have them copied, the host would need several times as long as to put them down.
+    """
 
     def __init__(self, device: torch.device, size: int) -> None:
         self.words = torch.zeros(size, dtype=torch.int32, device=device)
-        self._pinned = device.type == "cuda"
-        self._stream = torch.cuda.current_stream(device) if self._pinned else None
-        self._host = [
-            torch.zeros(size, dtype=torch.int32, pin_memory=self._pinned) for _ in range(RING)
-        ]
-        self._views = [host.numpy() for host in self._host]
-        self._events: list[Any] = [None] * RING
-        self._next = 0
+        self._size, self._pinned = size, device.type == "cuda"
+
+        def room(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, pin_memory=self._pinned)
+
+        self._host, self._taken = room(RING, LEAD + size), room(1)
+        self._turn = torch.zeros(1, dtype=torch.int32, device=device)
+        self._slots, self._count = list(self._host.numpy()), self._taken.numpy()
+        self._sent = 0
 
     def __len__(self) -> int:
-        return len(self.words)
+        return self._size
+
+    def post(self, words: Words) -> None:
+        """Puts words down for the next `fetch`."""
+        if (self._sent - self._count.item(0)) & TURNS >= RING and self._pinned:
+            torch.cuda.synchronize(self.words.device)
+        slot, count = self._slots[self._sent % RING], len(words)
+        slot[LEAD : LEAD + count] = words
+        slot[0] = count
+        self._sent = (self._sent + 1) & TURNS
+
+    def fetch(self) -> None:
+        """Launches what takes the words; may be recorded."""
+        if self._pinned:
+            fetch_kernel[(1,)](
+                self._host, self.words, self._turn, self._taken, LEAD + self._size,
+                BLOCK=2048, num_warps=8,
+            )  # fmt: skip
+            return
+        slot = self._slots[self._count.item(0) % RING]
+        self.words[: slot[0]] = torch.from_numpy(slot[LEAD : LEAD + slot[0]])
+        self._count[0] = (self._count[0] + 1) & TURNS
 
     def send(self, words: Words) -> None:
-        """Copies words; returns before they have arrived."""
-        at, self._next = self._next, (self._next + 1) % RING
-        if self._events[at] is not None:
-            self._events[at].synchronize()
-        count = len(words)
-        self._views[at][:count] = words
-        self.words[:count].copy_(self._host[at][:count], non_blocking=True)
+        """Words for what is launched next; returns before they have arrived."""
+        self.post(words)
+        self.fetch()
+
+    def realign(self) -> None:
+        """Forgets words that were put down and never fetched, because a launch failed."""
         if self._pinned:
-            self._events[at] = self._events[at] or torch.cuda.Event()
-            self._events[at].record(self._stream)
+            torch.cuda.synchronize(self.words.device)
+        self._turn.fill_(self._sent)
+        self._count[0] = self._sent
 
 
 class Reply:
@@ -127,6 +178,8 @@ class Recording:
 
     def __init__(self, work: Callable[[Recording], object]) -> None:
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self.void = False
+        """Whether what it works on is there no longer."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
