@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 
 from outstride import registry
 from outstride.cache.pool import PagePool
-from outstride.core.contracts import Demand, Drafter, Guessing
+from outstride.core.contracts import Demand, Drafter, Guessing, Pending, Work
 from outstride.core.guess import Guess, Sign
 from outstride.core.params import SamplingParams
+from outstride.core.proposal import Proposal, Scores, Verdict
 from outstride.core.sequence import View
 from outstride.engine.cost import KNOTS, Cost, Drafts, measure
 from outstride.models.toy import Toy
@@ -136,17 +138,21 @@ def test_a_slow_drafter_does_not_make_passes_look_dear(weighed: bool) -> None:
 
 
 class Sleepy(Drafter):
-    """Rests for three steps, then looks once."""
+    """Rests for three steps, then looks on for one."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
+        self.told: list[int] = []
 
     def demand(self, view: View) -> Demand:
         self.asked.append(view.steps)
-        return Demand(rest=3)
+        return Demand(rest=3 if len(self.asked) % 2 else 0)
+
+    def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> None:
+        self.told.append(view.steps)
 
 
-def test_who_rests_is_not_asked() -> None:
+def test_who_rests_is_neither_asked_nor_told() -> None:
     """A step counts as one whatever the others do; the first is the one in which it said so."""
     drafter = Sleepy()
     method = toy_method(drafter, registry.build("plain").acceptor)
@@ -154,7 +160,8 @@ def test_who_rests_is_not_asked() -> None:
     bench.run(some_prompts(5, 1), method, SamplingParams(max_tokens=14, ignore_eos=True))
     talking = [step for step in drafter.asked if step]
     assert drafter.asked[0] == 0
-    assert talking == [3, 6, 9, 12]
+    assert talking == [3, 4, 7, 8, 11, 12]
+    assert drafter.told == [4, 8, 12]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +183,30 @@ def test_measuring_leaves_no_trace() -> None:
     assert set(cost.knots) == set(KNOTS)
     assert pool.available == 80
     pool.check_integrity([])
+
+
+class Even(Toy):
+    """Takes as long for many nodes as for one."""
+
+    def forward(self, work: Sequence[Work]) -> Pending:
+        started = super().forward(work)
+        started.wait()
+        end = time.perf_counter() + 0.02
+        while time.perf_counter() < end:
+            pass
+        return started
+
+
+def test_where_nodes_cost_nothing_prompts_are_read_at_once() -> None:
+    """And what a step took that read some is no news of what nodes cost."""
+    toy = Even(pages=80)
+    cost = measure(toy, PagePool(toy.pages, toy.page_size), 256)
+    assert cost is not None
+    assert cost.reading.flat
+    before = cost.reading.node
+    cost.observe(20, 0.06, [(16, 0)], [(1, 50), (1, 60)])
+    assert cost.reading.node == before
+    assert cost.reading.fits(0.02, 50) > 500
 
 
 def test_without_room_nothing_is_measured() -> None:

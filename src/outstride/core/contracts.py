@@ -44,7 +44,7 @@ class Demand:
     that is worth a pass of the part. With `whole` the draft is then as long as `asking` in any case,
     because what follows a draft of the same length can be known earlier. Settled tokens are read up to
     the position `until`, where those behind it cannot go through the same pass. A drafter that rests
-    says for how many steps (`rest`), this one included: it is not asked before.
+    says for how many steps (`rest`), this one included: it is not asked before, nor told what came.
     """
 
     least: int = 0

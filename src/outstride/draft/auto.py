@@ -38,8 +38,14 @@ class Auto(Mix):
     STEADY = 8
     """Where a swift part is asked, it is weighed once in so many steps whether to go on."""
     LITTLE = 0.15
-    """Where it brings fewer tokens than this, every other step is a plain one: whoever only drafts does
-    not know what plain steps take, and a slow one long ago would have the last word."""
+    """Where it brings fewer tokens than this, it pauses, whatever steps seem to cost: whoever only
+    drafts does not know what plain steps take, and a slow one long ago would have the last word."""
+    TRIAL, SURE = 4, 8
+    """A sequence whose first chains bring nothing, so many of them, pauses; fewer if chains bring its
+    tenant little: one, and so many more for each token that they bring there. Later one has to do, for
+    the first chain behind a plain step is not foreseen and costs as much as the next few."""
+    PAUSE, LONGER = 8, 4
+    """Steps of a pause, and how many times longer the next one is."""
 
     def __init__(self, *, parts: str = "", nodes: int = 48, from_: str = "") -> None:
         usual = "suffix" if from_ else "suffix+recycle"
@@ -55,10 +61,18 @@ class Auto(Mix):
         seldom = crowd * (self.SELDOM if state.idle <= 4 * self.PATIENCE else 2 * self.SELDOM)
         state.resting = crowd * state.idle > self.PATIENCE and view.steps % seldom > 0
         if state.resting:
-            return Demand(rest=seldom - view.steps % seldom)
+            return self._rest(state, seldom - view.steps % seldom)
         if self._chain is not None and view.graft(self.grafts[0]).swift:
             return self._swiftly(view, state, self._chain)
         return self._weighed(view, state)
+
+    @staticmethod
+    def _rest(state: State, steps: int) -> Demand:
+        """So many steps of which nothing is told: what would have been noted then is noted now."""
+        state.idle += steps
+        state.promises.asked.fade(steps)
+        state.promises.chains.fade(steps)
+        return Demand(rest=steps)
 
     def _swiftly(self, view: View, state: State, chain: BlockDrafter) -> Demand:
         """A chain of the part alone, or nothing: a look at anything else takes longer than a pass."""
@@ -66,10 +80,15 @@ class Auto(Mix):
         usual = chain.demand(view)
         depth = min(usual.most, view.graft(self.grafts[0]).block - 1, view.limit - view.end - 1)
         chains = state.promises.chains
-        if state.chains and chains.trust < self.LITTLE:
-            return Demand()
-        if state.chains % self.STEADY:
-            return Demand(most=depth, gain=usual.gain)
+        if state.chains:
+            trial = 1 if state.vain else min(1 + int(self.SURE * chains.common), self.TRIAL)
+            vain = not state.brought and state.chains >= trial
+            if vain or chains.trust < self.LITTLE:
+                state.chains, state.vain = 0, state.vain + 1
+                return self._rest(state, self.PAUSE * self.LONGER ** min(state.vain - 1, 4))
+            if state.chains % self.STEADY:
+                return Demand(most=depth, gain=usual.gain)
+            state.vain = 0
         return Demand(asking=chains.gains(depth), whole=True)
 
     def _weighed(self, view: View, state: State) -> Demand:
@@ -99,15 +118,12 @@ class Auto(Mix):
         state: State | None = view.state
         if self._chain is not None and view.graft(self.grafts[0]).swift:
             return self._counted(state or self._begin(view), len(verdict.settled) - 1)
-        if state is not None and state.resting:
-            state.idle += 1
-            state.promises.asked.fade()
-            return state
         return super().observe(view, proposal, scores, verdict)
 
     def _counted(self, state: State, held: int) -> State:
         """What came of a chain, or that none was asked for; nothing else is looked at."""
         if state.swift:
+            state.brought += held
             state.idle, state.chains = 0, state.chains + 1
             state.promises.chains.settle(1.0, held)
         else:

@@ -191,6 +191,10 @@ class State:
     """Whether this step drafts the chain of a part that is swift, and nothing else."""
     chains: int = 0
     """How many such steps there were one behind the other."""
+    brought: int = 0
+    """How many tokens all of them brought."""
+    vain: int = 0
+    """How many runs of them were given up, one behind the other."""
 
 
 @method("mix", family="joined")

@@ -59,6 +59,11 @@ class Kept:
             before += self.COMMON * (self._base.trust - before)
         return (self._held + self.FIRST * before) / (self._promised + self.FIRST)
 
+    @property
+    def common(self) -> float:
+        """What it is worth to everybody."""
+        return self._share if self._base is None else self._base.trust
+
     def settle(self, promised: float, held: int) -> None:
         """Enters how many tokens a draft promised, and how many of them held."""
         if self._base is not None:
@@ -91,11 +96,11 @@ class Forecast(Kept):
         padded = [*gains[: len(mine)], *[0.0] * (len(mine) - len(gains))]
         self.gains = [own + quick * (gain - own) for own, gain in zip(mine, padded, strict=True)]
 
-    def fade(self) -> None:
+    def fade(self, steps: int = 1) -> None:
         """Nobody asked: in time, the first word counts again, and somebody asks."""
-        mine, fade = self.gains, self.FADE
+        mine, fade, left = self.gains, 1.0 - (1.0 - self.FADE) ** steps, self.MEMORY**steps
         self.gains = [own + fade * (first - own) for own, first in zip(mine, PROMISES, strict=True)]
-        self._promised, self._held = self.MEMORY * self._promised, self.MEMORY * self._held
+        self._promised, self._held = left * self._promised, left * self._held
 
 
 class Chains(Kept):
@@ -112,9 +117,10 @@ class Chains(Kept):
         each = self.trust / (1.0 + self.trust)
         return tuple([each ** (i + 1) for i in range(depth)])
 
-    def fade(self) -> None:
+    def fade(self, steps: int = 1) -> None:
         """Nobody asked."""
-        self._promised, self._held = self.KEEP * self._promised, self.KEEP * self._held
+        left = self.KEEP**steps
+        self._promised, self._held = left * self._promised, left * self._held
 
 
 class Promises:

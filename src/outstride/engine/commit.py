@@ -52,11 +52,13 @@ class Commit:
             self._keep(turn, verdict, moves)
             if not turn.reading:
                 drafter = sequence.method.drafter
-                if type(drafter).observe is not Drafter.observe:
-                    with self._ledger.clock("propose"):
-                        sequence.state = self._roster.guard(
-                            sequence, drafter.observe, turn.view, turn.proposal, score, verdict
-                        )
+                told = type(drafter).observe is not Drafter.observe
+                if told and sequence.steps > sequence.asleep:
+                    verb = self._ledger.turn("propose")
+                    sequence.state = self._roster.guard(
+                        sequence, drafter.observe, turn.view, turn.proposal, score, verdict
+                    )
+                    self._ledger.turn(verb)
                     if sequence.status is not Status.RUNNING:
                         continue
             self._fork(turn, verdict)

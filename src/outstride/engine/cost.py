@@ -33,6 +33,8 @@ CACHED = 128
 ROUNDS, LARGE = 5, 16
 """How often passes are timed, and from how many nodes on less often: they take long."""
 CANDIDATES = 8
+FLAT = 1.5
+"""If a pass over many nodes takes less than so many times as long as one over one, they are cheap."""
 FURTHER = 0.35
 """What each further sequence adds to what drafting costs."""
 RESTED = 8
@@ -52,14 +54,17 @@ class Reading:
 
     A piece costs so much for each of its nodes (`node`), so much for each entry that a node looks at
     (`look`), and so much for each entry that it has to fetch at all (`fetch`). After each step, the
-    parts that made up most of what was foreseen are corrected most.
+    parts that made up most of what was foreseen are corrected most; not where a pass costs about the
+    same whatever its size (`flat`): there, what it took says nothing about nodes.
     """
 
     DEARER, CHEAPER = 0.35, 0.15
     """How fast what was dearer than foreseen is believed, and what was cheaper: others wait for it."""
 
-    def __init__(self, node: float, look: float = 0.0, fetch: float = 0.0) -> None:
-        self.node, self.look, self.fetch = node, look, fetch
+    def __init__(
+        self, node: float, look: float = 0.0, fetch: float = 0.0, *, flat: bool = False
+    ) -> None:
+        self.node, self.look, self.fetch, self.flat = node, look, fetch, flat
 
     def seconds(self, nodes: int, cached: int) -> float:
         """What a piece of so many nodes costs behind so many entries."""
@@ -78,6 +83,8 @@ class Reading:
 
     def observe(self, pieces: Pieces, seconds: float) -> None:
         """Enters by how much a pass took longer because of these pieces."""
+        if self.flat:
+            return
         node, look, fetch = map(sum, zip(*(self._parts(*piece) for piece in pieces), strict=True))
         foreseen = node + look + fetch
         ratio = min(max(seconds / foreseen, 0.5), 2.0)
@@ -303,6 +310,7 @@ def measure(model: Model, pool: PagePool, most: int, *, reading: bool = False) -
     table = Table()
     if not knots or pool.reserve(table, CACHED + knots[-1]) is None:
         return None
+    largest = min(most, room)
     clock = _Clock(model, pool, table)
     times: dict[int, list[float]] = {nodes: [] for nodes in knots}
     clock.run(CACHED)
@@ -312,6 +320,9 @@ def measure(model: Model, pool: PagePool, most: int, *, reading: bool = False) -
             if turn < ROUNDS - 1 or nodes < LARGE:
                 times[nodes].append(clock.run(nodes))
     cost = Cost({nodes: _undisturbed(seconds[1:]) for nodes, seconds in times.items()})
+    if _flat(clock, knots) and pool.reserve(table, largest) is not None:
+        one, all_ = (_undisturbed(clock.prompts(n)) for n in (1, largest))
+        cost.reading = Reading(max(all_ - one, 1e-3 * one) / largest, flat=True)
     far = min(FAR, room + CACHED - PIECE)
     if reading and far > 2 * CACHED and pool.reserve(table, far + PIECE - CACHED) is not None:
         clock.fill(far)
@@ -319,6 +330,14 @@ def measure(model: Model, pool: PagePool, most: int, *, reading: bool = False) -
     table.positions = []
     pool.close(table)
     return cost
+
+
+def _flat(clock: _Clock, knots: list[int]) -> bool:
+    """Whether a piece of a prompt costs next to nothing beside what any pass costs."""
+    one = _undisturbed(clock.prompts(1))
+    return clock.run(knots[-1], prompt=True) < 2 * FLAT * one and (
+        _undisturbed(clock.prompts(knots[-1])) < FLAT * one
+    )
 
 
 def _undisturbed(seconds: list[float]) -> float:
@@ -361,6 +380,10 @@ class _Clock:
         read = self._pool.slots(self.table, len(kept))
         self.table.positions = kept
         self._model.move(np.resize(read, len(behind)), behind)
+
+    def prompts(self, nodes: int) -> list[float]:
+        """Seconds of passes over a piece of a prompt, the first of which is not counted."""
+        return [self.run(nodes, prompt=True) for _ in range(ROUNDS + 1)][1:]
 
     def run(self, nodes: int, *, prompt: bool = False) -> float:
         """Seconds of a pass over a tree, or over a piece of a prompt."""

@@ -56,27 +56,33 @@ class Engine:
 
         What the pass before it did is told while this one runs, if it runs elsewhere.
         """
-        start, clock = time.perf_counter(), self.ledger.clock
+        try:
+            self._step(tell, self.ledger.turn)
+        finally:
+            self.ledger.turn("")
+
+    def _step(self, tell: Tell, spend: Callable[[str], str]) -> None:
+        start = time.perf_counter()
+        spend("plan")
         self.passes.setting.company = max(len(self.scheduler.running), 1)
-        with clock("plan"):
-            plan = self.scheduler.plan(self._demand)
-            self.passes.move(TARGET, plan.moves)
-        with clock("propose"):
-            begun = time.perf_counter()
-            turns = self.drafting.propose(plan)
-            drafting = time.perf_counter() - begun
-        with clock("forward"):
-            pending = self.passes.forward(TARGET, {turn: turn.proposal for turn in turns})
-        with clock("commit"):
-            tell(self.commit.accounts())
-        with clock("propose"):
-            self.drafting.ahead(turns, pending)
-        with clock("forward"):
-            scores = dict(zip(turns, pending.wait(), strict=True))
-        with clock("accept"):
-            verdicts = self._accept(scores)
-        with clock("commit"):
-            self.commit(verdicts, scores)
+        plan = self.scheduler.plan(self._demand)
+        self.passes.move(TARGET, plan.moves)
+        spend("propose")
+        begun = time.perf_counter()
+        turns = self.drafting.propose(plan)
+        drafting = time.perf_counter() - begun
+        spend("forward")
+        pending = self.passes.forward(TARGET, {turn: turn.proposal for turn in turns})
+        spend("commit")
+        tell(self.commit.accounts())
+        spend("propose")
+        self.drafting.ahead(turns, pending)
+        spend("forward")
+        scores = dict(zip(turns, pending.wait(), strict=True))
+        spend("accept")
+        verdicts = self._accept(scores)
+        spend("commit")
+        self.commit(verdicts, scores)
         nodes = self.ledger.record(turn.proposal for turn in turns)
         if self.scheduler.cost is not None:
             whole = time.perf_counter() - start
@@ -111,8 +117,9 @@ class Engine:
         if type(drafter).demand is Drafter.demand or sequence.steps < sequence.asleep:
             return NOTHING  # told apart because it happens for nearly everybody at each step
         view = self.passes.view(sequence, self.scheduler.limits.nodes)
-        with self.ledger.clock("propose"):
-            demand = self.roster.guard(sequence, drafter.demand, view) or NOTHING
+        verb = self.ledger.turn("propose")
+        demand = self.roster.guard(sequence, drafter.demand, view) or NOTHING
+        self.ledger.turn(verb)
         sequence.asleep = sequence.steps + demand.rest
         return demand
 

@@ -25,33 +25,6 @@ class Progress:
     """The pass itself, for the same."""
 
 
-class Clock:
-    """Runs while it is entered, unless another one is entered meanwhile."""
-
-    __slots__ = ("_running", "_seconds", "_since", "_verb")
-
-    def __init__(self, seconds: dict[str, float], running: list[Clock], verb: str) -> None:
-        self._seconds, self._running, self._verb = seconds, running, verb
-        self._since = 0.0
-
-    def __enter__(self) -> None:
-        now = time.perf_counter()
-        if self._running:
-            self._running[-1]._pause(now)
-        self._running.append(self)
-        self._since = now
-
-    def __exit__(self, *_: object) -> None:
-        now = time.perf_counter()
-        self._pause(now)
-        self._running.pop()
-        if self._running:
-            self._running[-1]._since = now
-
-    def _pause(self, now: float) -> None:
-        self._seconds[self._verb] += now - self._since
-
-
 @dataclass(slots=True)
 class Ledger:
     """Totals of an engine. Seconds are by verb: plan, propose, forward, accept, commit."""
@@ -60,11 +33,16 @@ class Ledger:
     steps: int = 0
     model_passes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _running: list[Clock] = field(default_factory=list)
+    _verb: str = ""
+    _since: float = 0.0
 
-    def clock(self, verb: str) -> Clock:
-        """Adds the time spent inside to a verb; a verb inside another stops that one's clock."""
-        return Clock(self.seconds, self._running, verb)
+    def turn(self, verb: str) -> str:
+        """From here on time is spent on this verb, or on none; returns on which until now."""
+        now, before = time.perf_counter(), self._verb
+        if before:
+            self.seconds[before] += now - self._since
+        self._verb, self._since = verb, now
+        return before
 
     def count(
         self,

@@ -276,7 +276,7 @@ class Decoder:
         """One pass over all graphs."""
         if self.ops.remote:
             with self._busy:
-                return Pass(self._launch(list(work)))
+                return Pass(self.ops.whole(work) or self._launch(list(work)))
         return Pass(partial(self._forward, list(work)), self._worker)
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
@@ -302,12 +302,10 @@ class Decoder:
 
     def _forward(self, work: list[Work]) -> list[Scores]:
         with self._busy:
-            return self._launch(work)()
+            return (self.ops.whole(work) or self._launch(work))()
 
     @torch.inference_mode()
     def _launch(self, work: list[Work]) -> Callable[[], list[Scores]]:
-        if (foreseen := self.ops.whole(work)) is not None:
-            return foreseen
         parts = [self._part(piece) for piece in work]
         bounds = sorted({edge for part in parts for edge in (part.start, part.stop)})
         for low, high in pairwise(bounds):

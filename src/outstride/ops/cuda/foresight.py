@@ -135,6 +135,7 @@ class Foresight:
         if started.head is not self._head:
             self._note(started)
         elif steps is not None and len(started.draws) == len(wanted) == len(steps):
+            self._judged = None  # what follows drafts is not drafts only, then
             asks = [Ask.of(item.proposal) for item in wanted]
             rows = list(range(len(wanted)))
             self._foresee(steps, rows, started.reply, started.draws, asks, started.kind)
@@ -180,6 +181,7 @@ class Foresight:
         moves = ahead.steps.settle(rows, self._card.page_size)
         if moves:
             self._entries.copy(moves)
+        self._judged = None
         asks = [ahead.asks[row] for row in rows]
         self._foresee(ahead.steps, rows, reply, ahead.draws[rows], asks, ahead.kind)
 
@@ -311,13 +313,15 @@ class Foresight:
         head = of.head if isinstance(of, _Asked) else self._head
         reply = head.replies.take(rows)
         words = form.words(context, pages, reply.place)
-        if not self._launcher.again(form.recording, words):
+        moves = self._entries.due
+        if not self._launcher.again(form.recordings.get(moves), words):
             layout = self._launcher.fit(replace(form.layout, words=words))
             back = Back(self._head.chosen, drafted, draft=part)
             started = self._launcher.start(
                 layout, of.deferred, padded(rows), of.kind, head, cut=False, back=back
             )
-            form.recording = started or form.recording
+            if started is not None:
+                form.recordings[moves] = started
         reply.launched()
         return reply
 

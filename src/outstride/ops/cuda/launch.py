@@ -116,7 +116,7 @@ class Launcher:
     ) -> Recording | None:
         """Starts a whole pass and `rows` rows of its head: replayed, once it has been recorded.
 
-        Returns what was replayed, if it would do for the same pass `again`.
+        Returns what was replayed, for the same pass `again`.
         cut: the card has nothing else to do while the pass is handed to it.
         """
         moves = self._entries.enter(layout.words)
@@ -152,17 +152,17 @@ class Launcher:
                 return None
             if key not in self._graphs:
                 self._graphs[key] = Recording(work)
-            found = self._graphs[key]
-            found.replay()
-            return None if moves else found
+            self._graphs[key].replay()
+            return self._graphs[key]
         except BaseException:
             self.words.realign()
             raise
 
     def again(self, recording: Recording | None, words: Words) -> bool:
-        """Replays a pass with other words, if it is recorded and nothing has to happen before it."""
-        if recording is None or recording.void or self._entries.due or len(words) > len(self.words):
+        """Replays a pass with other words; recorded, as it has to be now, with moves or without."""
+        if recording is None or recording.void or len(words) > len(self.words):
             return False
+        self._entries.enter(words)
         self.words.post(words)
         recording.replay()
         return True

@@ -12,7 +12,7 @@ the sequence holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,7 +58,8 @@ class Form:
     """Its words end where pages begin."""
     context: int
     """Behind how many entries it is described."""
-    recording: Recording | None = None
+    recordings: dict[bool, Recording] = field(default_factory=dict)
+    """Without entries that are moved before it, and with them."""
 
     def words(self, context: int, pages: Sequence[int], place: int) -> Words:
         """The words of the pass behind `context` entries whose tokens come to this row of replies."""
@@ -165,34 +166,34 @@ class Relay:
     """What the target was asked last."""
     draft: Reply | None = None
     judged: Reply | None = None
-    _held: int = -1
+    _place: int = -1
+    _root: int = -1
 
     @property
-    def held(self) -> int:
-        """How much of the chain held."""
-        if self._held < 0:
-            wrong = np.flatnonzero(self.before.wait()[: len(self.drafted), 0] != self.drafted)
-            self._held = int(wrong[0]) if len(wrong) else len(self.drafted)
-        return self._held
+    def place(self) -> int:
+        """How many entries the sequence has, now that it is known how much of the chain held."""
+        if self._place < 0:
+            chosen, drafted = self.before.wait()[:, 0].tolist(), self.drafted.tolist()
+            held = 0
+            while held < len(drafted) and chosen[held] == drafted[held]:
+                held += 1
+            self._place, self._root = self.context + held, chosen[held]
+        return self._place
 
     def _here(self, piece: Work, page_size: int) -> bool:
         """Whether a piece of work stands where these passes stand."""
-        table, graph, place = piece.table, piece.proposal.graph, self.context + self.held
-        root = self.before.wait()[self.held, 0]
-        if (
-            table is not self.table
-            or piece.first
-            or len(table.positions) != place
-            or table.stale
-            or not table.ordered
-            or graph.positions.item(0) != place
-            or graph.tokens.item(0) != root
-        ):
-            return False
-        return all(
-            slot == self.pages[entry // page_size] * page_size + entry % page_size
-            for entry, slot in enumerate(piece.slots.tolist(), start=place)
-            if entry // page_size < self.known
+        table, graph, place = piece.table, piece.proposal.graph, self.place
+        first, end = place // page_size, (place + len(graph.tokens) - 1) // page_size + 1
+        end = min(end, self.known)
+        return (
+            table is self.table
+            and not piece.first
+            and len(table.positions) == place
+            and not table.stale
+            and table.ordered
+            and graph.positions.item(0) == place
+            and graph.tokens.item(0) == self._root
+            and table.pages[first:end] == self.pages[first:end]
         )
 
     def drafts(self, piece: Work, page_size: int) -> bool:
@@ -204,7 +205,7 @@ class Relay:
             and (proposal.wants is part.wants or proposal.wants == part.wants)
             and proposal.draw == part.draw
             and proposal.offset == part.offset
-            and np.array_equal(proposal.graph.tokens[1:], part.graph.tokens[1:])
+            and proposal.graph.tokens[1:].tobytes() == part.graph.tokens[1:].tobytes()
             and self._here(piece, page_size)
         )
 
@@ -222,13 +223,15 @@ class Relay:
             and proposal.equal
             and graph.is_chain
             and len(graph.tokens) == count + 1
-            and np.array_equal(graph.tokens[1:], chain[:count])
+            and graph.tokens[1:].tobytes() == chain[:count].tobytes()
             and self._here(piece, page_size)
         )
 
     def strays(self, piece: Work, page_size: int) -> list[tuple[int, int]]:
         """Entries of the pass over the chain that stand in pages of nobody, and where they belong."""
-        place = self.context + self.held
+        place = self.place
+        if place + len(piece.slots) <= self.known * page_size:
+            return []
         return [
             (self.pages[entry // page_size] * page_size + entry % page_size, slot)
             for entry, slot in enumerate(piece.slots.tolist(), start=place)
