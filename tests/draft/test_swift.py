@@ -119,8 +119,8 @@ def test_what_brings_nothing_is_tried_ever_more_seldom(model: Decoder, tmp_path:
     cost.further = -4.0
     found = generate(model, "auto", prompt, 0.0, "part", cost)
     assert found.counts.passes == 80
-    assert 4 < found.counts.drafts <= 8  # four at first; then one, eight steps later; then one, 32
     drafted = [entry.step for entry in found.trace if entry.kind != "plain"]
-    assert drafted[:4] == list(range(drafted[0], drafted[0] + 4))
-    assert min(b - a for a, b in pairwise(drafted[3:])) >= 8
-    assert drafted[5] - drafted[4] >= 32
+    first = next(i for i, (a, b) in enumerate(pairwise(drafted), start=1) if b > a + 1)
+    assert 4 <= first <= 6
+    assert drafted[first] - drafted[first - 1] > 32
+    assert len(drafted) < 2 * first

@@ -40,11 +40,11 @@ class Auto(Mix):
     LITTLE = 0.15
     """Where it brings fewer tokens than this, it pauses, whatever steps seem to cost: whoever only
     drafts does not know what plain steps take, and a slow one long ago would have the last word."""
-    TRIAL, SURE = 4, 8
-    """A sequence whose first chains bring nothing, so many of them, pauses; fewer if chains bring its
-    tenant little: one, and so many more for each token that they bring there. Later one has to do, for
-    the first chain behind a plain step is not foreseen and costs as much as the next few."""
-    PAUSE, LONGER = 8, 4
+    TRIAL, SURE = 6, 8
+    """A sequence to which no chain has brought anything pauses after so many; after fewer if chains
+    bring its tenant little: one, and so many more for each token that they bring there. The first one
+    behind a plain step is not foreseen and costs as much as all the others."""
+    PAUSE, LONGER = 32, 4
     """Steps of a pause, and how many times longer the next one is."""
 
     def __init__(self, *, parts: str = "", nodes: int = 48, from_: str = "") -> None:
@@ -81,11 +81,11 @@ class Auto(Mix):
         depth = min(usual.most, view.graft(self.grafts[0]).block - 1, view.limit - view.end - 1)
         chains = state.promises.chains
         if state.chains:
-            trial = 1 if state.vain else min(1 + int(self.SURE * chains.common), self.TRIAL)
+            trial = min(1 + int(self.SURE * chains.common), self.TRIAL)
             vain = not state.brought and state.chains >= trial
             if vain or chains.trust < self.LITTLE:
                 state.chains, state.vain = 0, state.vain + 1
-                return self._rest(state, self.PAUSE * self.LONGER ** min(state.vain - 1, 4))
+                return self._rest(state, self.PAUSE * self.LONGER ** min(state.vain - 1, 3))
             if state.chains % self.STEADY:
                 return Demand(most=depth, gain=usual.gain)
             state.vain = 0

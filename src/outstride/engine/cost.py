@@ -55,14 +55,14 @@ class Reading:
     A piece costs so much for each of its nodes (`node`), so much for each entry that a node looks at
     (`look`), and so much for each entry that it has to fetch at all (`fetch`). After each step, the
     parts that made up most of what was foreseen are corrected most; not where a pass costs about the
-    same whatever its size (`flat`): there, what it took says nothing about nodes.
+    same whatever its size: there, what it took says nothing about nodes, and `flat` is what it takes.
     """
 
     DEARER, CHEAPER = 0.35, 0.15
     """How fast what was dearer than foreseen is believed, and what was cheaper: others wait for it."""
 
     def __init__(
-        self, node: float, look: float = 0.0, fetch: float = 0.0, *, flat: bool = False
+        self, node: float, look: float = 0.0, fetch: float = 0.0, *, flat: float = 0.0
     ) -> None:
         self.node, self.look, self.fetch, self.flat = node, look, fetch, flat
 
@@ -322,7 +322,7 @@ def measure(model: Model, pool: PagePool, most: int, *, reading: bool = False) -
     cost = Cost({nodes: _undisturbed(seconds[1:]) for nodes, seconds in times.items()})
     if _flat(clock, knots) and pool.reserve(table, largest) is not None:
         one, all_ = (_undisturbed(clock.prompts(n)) for n in (1, largest))
-        cost.reading = Reading(max(all_ - one, 1e-3 * one) / largest, flat=True)
+        cost.reading = Reading(max(all_ - one, 1e-3 * one) / largest, flat=one)
     far = min(FAR, room + CACHED - PIECE)
     if reading and far > 2 * CACHED and pool.reserve(table, far + PIECE - CACHED) is not None:
         clock.fill(far)

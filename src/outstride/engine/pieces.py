@@ -71,7 +71,8 @@ class Chunking:
         talking = [(talker.nodes, talker.cached) for talker in talkers]
         beside = sum(nodes for nodes, _ in talking)
         stood = [(t.nodes, self._stood.setdefault(t.id, t.cached)) for t in talkers]
-        usual, now = cost.talking(stood), cost.talking(talking)
+        # Where passes can be foreseen, one in which somebody reads is not: that is not for its size.
+        usual, now = (max(cost.talking(some), cost.reading.flat) for some in (stood, talking))
         count, patience = self._patience.get(reader.id, (0, PATIENCE))
         if count % AGAIN == 0:
             growth = cost.talking([(nodes, cached + 1) for nodes, cached in talking]) - now
