@@ -37,7 +37,7 @@ class Auto(Mix):
     """With twice as many sequences, patience is half as long and looks are half as many; and so on."""
     STEADY = 8
     """Where a swift part is asked, it is weighed once in so many steps whether to go on."""
-    LITTLE = 0.15
+    LITTLE = 0.2
     """Where it brings fewer tokens than this, it pauses, whatever steps seem to cost: whoever only
     drafts does not know what plain steps take, and a slow one long ago would have the last word."""
     TRIAL, SURE = 6, 8

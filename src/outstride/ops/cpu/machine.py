@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 from collections.abc import Sequence
 from typing import Self
@@ -19,7 +18,7 @@ from outstride.ops.cpu.following import Follower
 from outstride.ops.cpu.grafts import Grafted
 from outstride.ops.cpu.groups import GROUP, SPREAD
 from outstride.ops.cpu.packed import Packed, rounded
-from outstride.ops.cpu.weights import Layer, Weights, widths
+from outstride.ops.cpu.weights import Layer, Weights, in_large_pages, widths
 from outstride.ops.cpu.workspace import Workspace, maybe
 from outstride.ops.heads import Heads
 
@@ -98,8 +97,7 @@ class Machine:
 
     def _zeros(self, entries: int) -> npt.NDArray[np.uint16]:
         """Zeros of sixteen bits that take memory only once they are written."""
-        memory = mmap.mmap(-1, max(entries, 1) * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return np.frombuffer(memory, dtype=np.uint16)
+        return in_large_pages(max(entries, 1) * 2).view(np.uint16)
 
     def _turns(self, positions: int) -> tuple[FloatArray, FloatArray]:
         """Cosines and sines of all angles up to a position."""

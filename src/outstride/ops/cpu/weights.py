@@ -59,18 +59,24 @@ def matrices_of(layers: Sequence[Layer]) -> list[Matrix]:
     return [getattr(layer, name) for layer in layers for name in _MATRICES]
 
 
-def into_large_pages(matrices: Sequence[Matrix]) -> None:
-    """Moves matrices, in this order, into one piece of memory.
+def in_large_pages(size: int) -> npt.NDArray[np.uint8]:
+    """Zeros that take memory only once they are written.
 
-    Pages of two megabytes, where the system has them to give: a pass reads all weights, and spends
-    much of its time on finding the small ones.
+    In pages of two megabytes, where the system has them to give: a pass reads all weights and all that
+    is cached, and spends much of its time on finding small pages.
     """
-    size = sum(rounded(matrix.data.size, 64) for matrix in matrices)
-    memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room = rounded(size, LARGE) + LARGE
+    memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     buffer = np.frombuffer(memory, dtype=np.uint8)
     at = -buffer.ctypes.data % LARGE
+    return buffer[at : at + size]
+
+
+def into_large_pages(matrices: Sequence[Matrix]) -> None:
+    """Moves matrices, in this order, into one piece of memory."""
+    buffer, at = in_large_pages(sum(rounded(matrix.data.size, 64) for matrix in matrices)), 0
     for matrix in matrices:
         matrix.move(buffer[at : at + matrix.data.size])
         at += rounded(matrix.data.size, 64)
