@@ -3,7 +3,7 @@
 Weights and cache are bf16 (fp16 on cards without it), sums are float32, and so is the residual
 stream; a copy of it in the format of the weights is what products read. Rows are padded to a few
 sizes; for each of them the layers are recorded once as a CUDA graph and replayed. What changes from
-pass to pass is in one buffer of words that is copied before a replay.
+pass to pass is in one buffer of words, which a replay begins by fetching from the host's memory.
 
 A whole pass is launched when its head is asked for: layers, head and choice are one graph, and what
 comes back is one token a row. Where sequences go on step by step, the pass behind it is launched with
