@@ -190,6 +190,8 @@ class Setting:
     filters: Mapping[str, Filter] = field(default_factory=dict)
     company: int = 1
     """How many of them are under way at this moment."""
+    clock: int = 0
+    """How many steps the engine has taken."""
 
 
 NOWHERE = Setting()
@@ -302,6 +304,11 @@ class View:
     def steps(self) -> int:
         """How many verdicts this sequence has had: its own clock, whatever the company."""
         return self._sequence.steps
+
+    @property
+    def clock(self) -> int:
+        """How many steps the engine has taken: everybody's clock. No text may depend on it."""
+        return self._setting.clock
 
     @property
     def grammar(self) -> Grammar | None:

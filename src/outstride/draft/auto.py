@@ -59,9 +59,10 @@ class Auto(Mix):
         state.swift = False
         crowd = max(view.company // self.CROWD, 1)
         seldom = crowd * (self.SELDOM if state.idle <= 4 * self.PATIENCE else 2 * self.SELDOM)
-        state.resting = crowd * state.idle > self.PATIENCE and view.steps % seldom > 0
+        # All look at the same step: what it costs to weigh anything is paid once.
+        state.resting = crowd * state.idle > self.PATIENCE and view.clock % seldom > 0
         if state.resting:
-            return self._rest(state, seldom - view.steps % seldom)
+            return self._rest(state, seldom - view.clock % seldom)
         if self._chain is not None and view.graft(self.grafts[0]).swift:
             return self._swiftly(view, state, self._chain)
         return self._weighed(view, state)

@@ -64,7 +64,8 @@ class Engine:
     def _step(self, tell: Tell, spend: Callable[[str], str]) -> None:
         start = time.perf_counter()
         spend("plan")
-        self.passes.setting.company = max(len(self.scheduler.running), 1)
+        setting = self.passes.setting
+        setting.company, setting.clock = max(len(self.scheduler.running), 1), setting.clock + 1
         plan = self.scheduler.plan(self._demand)
         self.passes.move(TARGET, plan.moves)
         spend("propose")
