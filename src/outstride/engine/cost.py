@@ -320,7 +320,7 @@ def measure(model: Model, pool: PagePool, most: int, *, reading: bool = False) -
             if turn < ROUNDS - 1 or nodes < LARGE:
                 times[nodes].append(clock.run(nodes))
     cost = Cost({nodes: _undisturbed(seconds[1:]) for nodes, seconds in times.items()})
-    if _flat(clock, knots) and pool.reserve(table, largest) is not None:
+    if _flat(clock, cost) and pool.reserve(table, largest) is not None:
         one, all_ = (_undisturbed(clock.prompts(n)) for n in (1, largest))
         cost.reading = Reading(max(all_ - one, 1e-3 * one) / largest, flat=one)
     far = min(FAR, room + CACHED - PIECE)
@@ -332,12 +332,12 @@ def measure(model: Model, pool: PagePool, most: int, *, reading: bool = False) -
     return cost
 
 
-def _flat(clock: _Clock, knots: list[int]) -> bool:
+def _flat(clock: _Clock, cost: Cost) -> bool:
     """Whether a piece of a prompt costs next to nothing beside what any pass costs."""
-    one = _undisturbed(clock.prompts(1))
-    return clock.run(knots[-1], prompt=True) < 2 * FLAT * one and (
-        _undisturbed(clock.prompts(knots[-1])) < FLAT * one
-    )
+    (first, one), *_, (last, _) = cost.knots.items()
+    if clock.run(last, prompt=True) > 2 * FLAT * one:  # as on all processors: one look will do
+        return False
+    return _undisturbed(clock.prompts(last)) < FLAT * _undisturbed(clock.prompts(first))
 
 
 def _undisturbed(seconds: list[float]) -> float:

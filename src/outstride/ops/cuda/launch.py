@@ -93,6 +93,7 @@ class Launcher:
     def fit(self, layout: Layout) -> Layout:
         """Makes room for the words of a pass."""
         if len(layout.words) > len(self.words):
+            self.words.settle()  # its memory goes to somebody else
             self.words = Ring(self._device, triton.next_power_of_2(len(layout.words)))
             self._drop()
         return layout

@@ -64,8 +64,8 @@ class Ring:
 
     def post(self, words: Words) -> None:
         """Puts words down for the next `fetch`."""
-        if (self._sent - self._count.item(0)) & TURNS >= RING and self._pinned:
-            torch.cuda.synchronize(self.words.device)
+        if (self._sent - self._count.item(0)) & TURNS >= RING:
+            self.settle()
         slot, count = self._slots[self._sent % RING], len(words)
         slot[LEAD : LEAD + count] = words
         slot[0] = count
@@ -88,10 +88,14 @@ class Ring:
         self.post(words)
         self.fetch()
 
-    def realign(self) -> None:
-        """Forgets words that were put down and never fetched, because a launch failed."""
+    def settle(self) -> None:
+        """Waits until the card has taken what it was told to take."""
         if self._pinned:
             torch.cuda.synchronize(self.words.device)
+
+    def realign(self) -> None:
+        """Forgets words that were put down and never fetched, because a launch failed."""
+        self.settle()
         self._turn.fill_(self._sent)
         self._count[0] = self._sent
 
