@@ -143,13 +143,20 @@ def wait_for(out: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.02)
 
 
-DECODE = ("decode", "--methods", "ngram", "--rounds", "50", "--max-tokens", "8", "--limit", "4")
+DECODE = ("decode", "--methods", "ngram", "--rounds", "50", "--max-tokens", "8")
+
+
+def short(folder: Path) -> tuple[str, str]:
+    """Prompts that the fake model has room for: one that it has not would end the bench by itself."""
+    file = folder / "prompts.txt"
+    file.write_text("Hello there.\nCount to three.\nName a colour.\n")
+    return "--prompts", str(file)
 
 
 def test_a_killed_bench_leaves_a_result(tmp_path: Path) -> None:
     """Not even a kill that nobody can catch takes away what was measured."""
     out = tmp_path / "decode.json"
-    process = start(out, *DECODE)
+    process = start(out, *DECODE, *short(tmp_path))
     wait_for(out, process)
     process.kill()
     process.communicate()
@@ -161,7 +168,7 @@ def test_a_killed_bench_leaves_a_result(tmp_path: Path) -> None:
 
 def test_an_interrupted_bench_says_what_it_has(tmp_path: Path) -> None:
     out = tmp_path / "decode.json"
-    process = start(out, *DECODE)
+    process = start(out, *DECODE, *short(tmp_path))
     wait_for(out, process)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=120)

@@ -377,12 +377,13 @@ def test_the_log_says_nothing_of_what_was_said(client: openai.OpenAI, server: Ru
             if x.startswith("{") and x.endswith("\n")
         ]
 
-    before = len(written())
-    chat(client, messages=[{"role": "user", "content": "my secret is xyzzy"}])
+    answer = chat(client, messages=[{"role": "user", "content": "my secret is xyzzy"}])
     deadline = time.monotonic() + 10
-    while len(lines := written()) == before and time.monotonic() < deadline:
+    mine: list[dict[str, Any]] = []
+    while not mine and time.monotonic() < deadline:
         time.sleep(0.02)  # the line is written once the answer has left
-    assert lines[-1]["route"] == "/v1/chat/completions"
-    assert lines[-1]["status"] == 200
-    assert lines[-1]["completion_tokens"] > 0
+        mine = [line for line in written() if line.get("id") == answer.id]
+    assert mine[0]["route"] == "/v1/chat/completions"
+    assert mine[0]["status"] == 200
+    assert mine[0]["completion_tokens"] > 0
     assert "xyzzy" not in server.log.read_text()
