@@ -143,7 +143,7 @@ def wait_for(out: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.02)
 
 
-DECODE = ("decode", "--methods", "ngram", "--rounds", "50", "--max-tokens", "8")
+DECODE = ("decode", "--methods", "ngram", "--rounds", "5000", "--max-tokens", "8")
 
 
 def short(folder: Path) -> tuple[str, str]:

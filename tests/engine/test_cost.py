@@ -12,9 +12,10 @@ from outstride.cache.pool import PagePool
 from outstride.core.contracts import Demand, Drafter, Guessing, Pending, Work
 from outstride.core.guess import Guess, Sign
 from outstride.core.params import SamplingParams
-from outstride.core.proposal import Proposal, Scores, Verdict
+from outstride.core.proposal import TARGET, Proposal, Scores, Verdict
 from outstride.core.sequence import View
 from outstride.engine.cost import KNOTS, Cost, Drafts, measure
+from outstride.engine.engine import Engine
 from outstride.models.toy import Toy
 from tests.conformance.harness import Bench, alone, some_prompts, toy_method
 
@@ -183,6 +184,17 @@ def test_measuring_leaves_no_trace() -> None:
     assert set(cost.knots) == set(KNOTS)
     assert pool.available == 80
     pool.check_integrity([])
+
+
+def test_costs_can_be_measured_before_the_first_request() -> None:
+    engine, known = Engine({TARGET: Toy(pages=80)}), list[Cost | None]()
+    for name in ("plain", "auto:from=none"):
+        engine.roster.prepare(registry.build(name))
+        known.append(engine.scheduler.cost)
+    assert known[0] is None  # plain does not want to know
+    assert known[1] is not None
+    engine.submit([5], SamplingParams(max_tokens=2), registry.build("auto:from=none"))
+    assert engine.scheduler.cost is known[1]
 
 
 class Even(Toy):

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     with loaded(args, context) as llm:
         method = args.method or llm.default_method
         chat = Chat(llm, method=method, params=params, system=args.system)
-        llm.method(method)
+        llm.prepare(method)
         if sys.stdin.isatty():
             with suppress(ImportError):
                 import readline  # noqa: F401  line editing and history for input()

@@ -74,6 +74,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt = _prompt(text, args.system, raw=args.raw)
     with loaded(args, context) as llm:
+        with screen.waiting("measuring what passes cost"):
+            llm.prepare(args.method)
         if args.json:
             _print_json(llm, prompt, params, args)
         else:

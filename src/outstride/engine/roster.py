@@ -48,6 +48,12 @@ class Roster:
 
     # --- beginnings -------------------------------------------------------------------------------
 
+    def prepare(self, method: Method) -> None:
+        """Measures what passes cost, if this method wants to know and nobody has measured it."""
+        if method.drafter.weighed and self._scheduler.cost is None:
+            target, pool = self._passes.models[TARGET], self._passes.pools[TARGET]
+            self._scheduler.cost = measure(target, pool, self._scheduler.limits.nodes)
+
     def submit(
         self,
         tokens: list[int],
@@ -63,9 +69,7 @@ class Roster:
         """Takes a request in, or says why it cannot be served."""
         passes, drafter = self._passes, method.drafter
         limit = admission.check(passes, tokens, params, method, fixed)
-        if drafter.weighed and self._scheduler.cost is None:
-            nodes = self._scheduler.limits.nodes
-            self._scheduler.cost = measure(passes.models[TARGET], passes.pools[TARGET], nodes)
+        self.prepare(method)
         number = next(self._ids)
         sequence = Sequence(
             id=number,

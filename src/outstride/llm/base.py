@@ -193,6 +193,13 @@ class Base:
             self._methods[spec] = self.build(spec)
         return self._methods[spec]
 
+    def prepare(self, spec: str | Method | None = None) -> None:
+        """Loads what a method needs and measures what passes cost, before the first request.
+
+        Otherwise the first one that needs it waits for it.
+        """
+        self.engine.roster.prepare(self.method(spec))
+
     def build(self, spec: str) -> Method:
         """A new method as written. `auto` is the default where the model only fills in masks."""
         entry, options = registry.parse(spec)
