@@ -122,7 +122,7 @@ def test_progress_never_runs_past_its_end() -> None:
 
 RUN = """
 import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell hands down that it is ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background shells have it ignored
 from outstride.bench import harness
 harness.EVERY = 0.05
 from outstride.cli import main
