@@ -328,3 +328,19 @@ def test_an_adapter_brings_masked_methods(tmp_path: Path) -> None:
         LLM(fresh()).generate("hello", params, method="steps")
     with pytest.raises(ModelNotFound, match="diffusion-adapter"):
         LLM(fresh(), adapter="shipped")
+
+
+def test_a_method_can_be_made_ready_before_its_first_request(llm: LLM) -> None:
+    """Also while others talk: it is measured between two passes, and nobody's text changes."""
+    alone = llm.generate(["hello there"], PARAMS, method="plain")[0].text
+    stream = llm.stream("hello there", PARAMS, method="plain")
+    said = [next(stream).text]
+    llm.prepare("auto:from=none")
+    assert llm.engine.scheduler.cost is not None
+    said += [chunk.text for chunk in stream]
+    assert "".join(said) == alone
+    with pytest.raises(UnknownMethod):
+        llm.prepare("no such method")
+    llm.close()
+    with pytest.raises(OutstrideError, match="closed"):
+        llm.prepare("auto:from=none")

@@ -14,8 +14,9 @@ from outstride.core.guess import Guess, Sign
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET, Proposal, Scores, Verdict
 from outstride.core.sequence import View
-from outstride.engine.cost import KNOTS, Cost, Drafts, measure
+from outstride.engine.cost import Cost, Drafts
 from outstride.engine.engine import Engine
+from outstride.engine.measuring import KNOTS, measure
 from outstride.models.toy import Toy
 from tests.conformance.harness import Bench, alone, some_prompts, toy_method
 

@@ -17,10 +17,10 @@ import pytest
 from outstride import SamplingParams, registry
 from outstride.core.contracts import Pending, Work
 from outstride.core.proposal import TARGET
-from outstride.engine import cost as cost_module
 from outstride.engine import engine as engine_module
+from outstride.engine import measuring
 from outstride.engine import pieces as pieces_module
-from outstride.engine.cost import FULL, TILE, Cost, Reading, evened, measure
+from outstride.engine.cost import FULL, TILE, Cost, Reading, evened
 from outstride.engine.engine import Engine
 from outstride.engine.pieces import MOST, PATIENCE, PROGRESS, Reader, foreseen, spare
 from outstride.models.toy import Toy
@@ -65,10 +65,12 @@ def waits(timed: Timed, patch: pytest.MonkeyPatch, length: int = 3000) -> list[f
     What is usual is the median of the steps just before it came.
     """
     clock = SimpleNamespace(perf_counter=lambda: timed.now)
-    patch.setattr(cost_module, "time", clock)
+    patch.setattr(measuring, "time", clock)
     patch.setattr(engine_module, "time", clock)
     engine = Engine({TARGET: timed.toy})
-    engine.scheduler.cost = measure(timed.toy, engine.passes.pools[TARGET], 256, reading=True)
+    engine.scheduler.cost = measuring.measure(
+        timed.toy, engine.passes.pools[TARGET], 256, reading=True
+    )
     params = SamplingParams(max_tokens=1500, ignore_eos=True)
     talking = [engine.submit([5, 6, i], params, PLAIN) for i in range(8)]
 

@@ -43,7 +43,7 @@ class Auto(Mix):
     TRIAL, SURE = 6, 8
     """A sequence to which no chain has brought anything pauses after so many; after fewer if chains
     bring its tenant little: one, and so many more for each token that they bring there. The first one
-    behind a plain step is not foreseen and costs as much as all the others."""
+    behind a plain step is dear, for it is not foreseen: a trial is worth a few more."""
     PAUSE, LONGER = 32, 4
     """Steps of a pause, and how many times longer the next one is."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import math
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -16,35 +15,18 @@ from operator import le
 from statistics import median
 from typing import TypeAlias
 
-import numpy as np
-
-from outstride.cache.pool import PagePool
-from outstride.core.contracts import Model, Work
-from outstride.core.graph import chain, tree
-from outstride.core.proposal import Proposal, Wants
-from outstride.core.sequence import Table
-
 HALF, TILE = 8, 16
 """So many rows kernels take at a time: the next one costs more than those before it."""
 FULL = 0.75
 """A piece of a prompt that is cut where a tile ends keeps at least so much of itself."""
-KNOTS = (1, 2, 4, HALF, HALF + 1, TILE, TILE + 1, 32, 64)
 CACHED = 128
-ROUNDS, LARGE = 5, 16
-"""How often passes are timed, and from how many nodes on less often: they take long."""
-CANDIDATES = 8
-FLAT = 1.5
-"""If a pass over many nodes takes less than so many times as long as one over one, they are cheap."""
+"""Behind so many entries the curve is measured."""
 FURTHER = 0.35
 """What each further sequence adds to what drafting costs."""
 RESTED = 8
 """After so many steps without a draft of its kind, what was usual for long counts once more."""
 STEPS, FEW = 127, 15
 """Of so many steps, or of a few while there are no more, the one in the middle is the usual one."""
-FAR = 2048
-"""Behind so many entries it is measured what reading costs there."""
-PIECE = 16
-"""Nodes of such a piece of a prompt."""
 Pieces: TypeAlias = Sequence[tuple[int, int]]
 """Parts of a pass, one of each sequence: how many nodes, behind how many entries."""
 
@@ -297,105 +279,3 @@ def _rising(values: list[float]) -> list[float]:
             total, count = total + more, count + members
         groups.append((total, count))
     return [total / count for total, count in groups for _ in range(count)]
-
-
-def measure(model: Model, pool: PagePool, most: int, *, reading: bool = False) -> Cost | None:
-    """Times real passes over trees behind some entries; None while there is no room.
-
-    reading: also what it costs to read on in a long prompt, for those who are going to serve many.
-    """
-    knots = [n for n in KNOTS if n <= max(most, 1)]
-    room = min(pool.available * pool.page_size, model.context) - CACHED
-    knots = [n for n in knots if n <= room]
-    table = Table()
-    if not knots or pool.reserve(table, CACHED + knots[-1]) is None:
-        return None
-    largest = min(most, room)
-    clock = _Clock(model, pool, table)
-    times: dict[int, list[float]] = {nodes: [] for nodes in knots}
-    clock.run(CACHED)
-    table.positions = list(range(CACHED))
-    for nodes in reversed(knots):  # in a row, as they come: the first finds traces of another
-        for turn in range(ROUNDS + 1):
-            if turn < ROUNDS - 1 or nodes < LARGE:
-                times[nodes].append(clock.run(nodes))
-    cost = Cost({nodes: _undisturbed(seconds[1:]) for nodes, seconds in times.items()})
-    if _flat(clock, cost) and pool.reserve(table, largest) is not None:
-        one, all_ = (_undisturbed(clock.prompts(n)) for n in (1, largest))
-        cost.reading = Reading(max(all_ - one, 1e-3 * one) / largest, flat=one)
-    far = min(FAR, room + CACHED - PIECE)
-    if reading and far > 2 * CACHED and pool.reserve(table, far + PIECE - CACHED) is not None:
-        clock.fill(far)
-        _measure_reading(cost.reading, clock, far)
-    table.positions = []
-    pool.close(table)
-    return cost
-
-
-def _flat(clock: _Clock, cost: Cost) -> bool:
-    """Whether a piece of a prompt costs next to nothing beside what any pass costs."""
-    (first, one), *_, (last, _) = cost.knots.items()
-    if clock.run(last, prompt=True) > 2 * FLAT * one:  # as on all processors: one look will do
-        return False
-    return _undisturbed(clock.prompts(last)) < FLAT * _undisturbed(clock.prompts(first))
-
-
-def _undisturbed(seconds: list[float]) -> float:
-    """What of several takes least, but for one: others on the machine only ever make it longer."""
-    return sorted(seconds)[min(1, len(seconds) - 1)]
-
-
-def _measure_reading(reading: Reading, clock: _Clock, far: int) -> None:
-    """What a node and a piece of a prompt cost more behind many entries than behind few."""
-    lengths, sizes = (CACHED, far), (1, PIECE)
-    times: dict[tuple[int, int], list[float]] = {(n, at): [] for n in sizes for at in lengths}
-    for _ in range(ROUNDS):
-        for nodes, cached in times:
-            clock.table.positions = list(range(cached))
-            times[nodes, cached].append(clock.run(nodes, prompt=True))
-    one, piece = (
-        (min(times[nodes, far]) - min(times[nodes, CACHED])) / (far - CACHED) for nodes in sizes
-    )
-    least = 1e-6 * reading.node  # what is nothing could never be corrected
-    reading.look = max((piece - one) / (PIECE - 1), least)
-    reading.fetch = max(one - reading.look, least)
-
-
-class _Clock:
-    """Times passes over one table."""
-
-    def __init__(self, model: Model, pool: PagePool, table: Table) -> None:
-        self._model, self._pool, self.table = model, pool, table
-        self._numbers = np.random.default_rng(0)
-
-    def fill(self, entries: int) -> None:
-        """Copies the entries that were read behind themselves, until there are so many.
-
-        What they hold has no part in how long a pass takes, but memory that was never written has: a
-        system lends one and the same page for all of it, and that is not fetched from far away.
-        """
-        behind = self._pool.slots(self.table, entries - len(self.table))
-        kept = self.table.positions
-        self.table.positions = []
-        read = self._pool.slots(self.table, len(kept))
-        self.table.positions = kept
-        self._model.move(np.resize(read, len(behind)), behind)
-
-    def prompts(self, nodes: int) -> list[float]:
-        """Seconds of passes over a piece of a prompt, the first of which is not counted."""
-        return [self.run(nodes, prompt=True) for _ in range(ROUNDS + 1)][1:]
-
-    def run(self, nodes: int, *, prompt: bool = False) -> float:
-        """Seconds of a pass over a tree, or over a piece of a prompt."""
-        table, wants = self.table, Wants(best=CANDIDATES)
-        tokens = self._numbers.integers(0, self._model.vocab_size, nodes)
-        graph = chain(tokens if prompt else tokens[:1], len(table))
-        if prompt:
-            wants = Wants(nodes=())
-        elif nodes > 1:  # two branches at each node, as drafts have them
-            graph = graph.grow(tree(tokens[1:], np.arange(nodes - 1) // 2 - 1, len(table) + 1))
-        proposal = Proposal(graph, len(graph) if prompt else 1, wants=wants)
-        work = Work(proposal, table, self._pool.slots(table, nodes))
-        start = time.perf_counter()
-        self._model.forward([work]).wait()
-        return time.perf_counter() - start

@@ -12,8 +12,8 @@ from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Sequence, Status
 from outstride.engine import admission
-from outstride.engine.cost import measure
 from outstride.engine.ledger import Progress
+from outstride.engine.measuring import measure
 from outstride.engine.passes import Passes
 from outstride.engine.scheduler import Scheduler
 from outstride.engine.stopping import Spell, Stopper, Text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -194,11 +195,21 @@ class Base:
         return self._methods[spec]
 
     def prepare(self, spec: str | Method | None = None) -> None:
-        """Loads what a method needs and measures what passes cost, before the first request.
+        """Loads what a method needs and measures what passes cost; else its first request waits for it.
 
-        Otherwise the first one that needs it waits for it.
+        Others that run wait between two passes.
         """
-        self.engine.roster.prepare(self.method(spec))
+        method, done = self.method(spec), Future[None]()
+
+        def measured() -> None:
+            try:
+                self.engine.roster.prepare(method)
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+        self._runner.ask(measured)
+        done.result()
 
     def build(self, spec: str) -> Method:
         """A new method as written. `auto` is the default where the model only fills in masks."""

@@ -23,7 +23,7 @@ import numpy as np
 from outstride.core.contracts import Method, Model
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Counts, Sequence
-from outstride.engine.cost import measure
+from outstride.engine.measuring import measure
 from outstride.engine.runner import Event, Runner, Ticket
 from outstride.errors import IntegrityError, OutstrideError, RequestError
 from outstride.llm import LLM

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outstride.core.proposal import TARGET
-from outstride.engine.cost import Cost, measure
+from outstride.engine.cost import Cost
+from outstride.engine.measuring import measure
 from outstride.errors import OutOfMemory
 
 if TYPE_CHECKING:

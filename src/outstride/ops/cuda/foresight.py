@@ -77,6 +77,7 @@ class _Judged:
     kind: Kind
     ask: Ask
     table: Table
+    head: Head
     forms: Forms = field(default_factory=dict)
 
 
@@ -234,8 +235,9 @@ class Foresight:
         if self._judged is not None and self._judged.table is span.table:
             self._relay_trust.learn(True)  # this could have been known
         self._judged = _Judged(
-            started.deferred, started.draws.copy(), started.kind, Ask.of(proposal), span.table
-        )
+            started.deferred, started.draws.copy(), started.kind, Ask.of(proposal), span.table,
+            started.head,
+        )  # fmt: skip
         self._run_on(asked, self._judged, span.table, graph.tokens[1:], started.reply)
 
     def _run_on(
@@ -309,16 +311,14 @@ class Foresight:
         drafted: torch.Tensor,
     ) -> Reply:
         """Launches a pass that the card moves to where its sequence will stand."""
-        part = isinstance(of, _Asked)
-        head = of.head if isinstance(of, _Asked) else self._head
-        reply = head.replies.take(rows)
+        reply = of.head.replies.take(rows)
         words = form.words(context, pages, reply.place)
         moves = self._entries.due
         if not self._launcher.again(form.recordings.get(moves), words):
             layout = self._launcher.fit(replace(form.layout, words=words))
-            back = Back(self._head.chosen, drafted, draft=part)
+            back = Back(self._head.chosen, drafted, draft=of.head is not self._head)
             started = self._launcher.start(
-                layout, of.deferred, padded(rows), of.kind, head, cut=False, back=back
+                layout, of.deferred, padded(rows), of.kind, of.head, cut=False, back=back
             )
             if started is not None:
                 form.recordings[moves] = started
