@@ -18,6 +18,7 @@ setup(
                 "src/outstride/ops/cpu/kernels.attention.amx.inc",
                 "src/outstride/ops/cpu/kernels.attention.blocks.inc",
                 "src/outstride/ops/cpu/kernels.attention.products.inc",
+                "src/outstride/ops/cpu/kernels.cache.inc",
                 "src/outstride/ops/cpu/kernels.groups.inc",
                 "src/outstride/ops/cpu/kernels.stir.inc",
             ],

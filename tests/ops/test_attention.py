@@ -29,10 +29,22 @@ def isas() -> list[int]:
     return list(range(native.library().outstride_best_isa() + 1))
 
 
-def bf16(x: FloatArray) -> FloatArray:
-    """The nearest number of eight bits."""
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+def in_bytes(x: FloatArray) -> npt.NDArray[np.float64]:
+    """The nearest of 255 numbers, evenly up to the largest of a head."""
+    unit = np.abs(x).max(axis=-1, keepdims=True).astype(np.float64) / 127
+    return np.round(x / np.maximum(unit, 1e-30)) * unit
+
+
+def turned(x: FloatArray) -> FloatArray:
+    """As queries and keys are before they are rounded: sums and differences of dimensions."""
+    wide = -(-x.shape[-1] // 16) * 16
+    run = wide & -wide
+    table = np.ones((1, 1))
+    while len(table) < run:
+        table = np.block([[table, table], [table, -table]])
+    x = np.concatenate([x, np.zeros((*x.shape[:-1], wide - x.shape[-1]))], axis=-1)
+    found = x.reshape(*x.shape[:-1], wide // run, run) @ table / np.sqrt(run)
+    return found.reshape(x.shape).astype(np.float32)
 
 
 @dataclass
@@ -73,8 +85,9 @@ class Cache:
         self.keys = (self.sharp * rng.standard_normal(shape)).astype(np.float32)
         self.values = rng.standard_normal(shape).astype(np.float32)
         self._matrix = native.Matrix(tiles=-(-(self.heads + 2 * self.kv_heads) * self.size // 16))
-        memory = (np.zeros(self.keys.size + 32, dtype=np.uint16) for _ in range(2))
-        self._memory = [m[-address(m) % 64 // 2 :][: self.keys.size] for m in memory]
+        size = SLOTS // 16 * self.kv_heads * native.library().outstride_record(self.size)
+        memory = (np.zeros(size + 64, dtype=np.uint8) for _ in range(2))
+        self._memory = [m[-address(m) % 64 :][:size] for m in memory]
         self._kept = False
 
     def _layer(self, queries: Sequence[Query], rows: FloatArray, out: FloatArray) -> Any:
@@ -137,14 +150,14 @@ class Cache:
         return out
 
     def truth(self, query: Query, row: FloatArray) -> npt.NDArray[np.float64]:
-        """The same in double precision, from entries of bf16."""
+        """The same in double precision, from what the kernels round entries to."""
         group, found = self.heads // self.kv_heads, []
         seen = [s for s in query.slots[query.start :] if s >= 0]
         for head in range(self.heads):
-            q = bf16(row[head * self.size :][: self.size]).astype(np.float64)
-            scores = bf16(self.keys[seen, head // group]).astype(np.float64) @ q * self.size**-0.5
+            q = in_bytes(turned(row[head * self.size :][: self.size]))
+            scores = in_bytes(turned(self.keys[seen, head // group])) @ q * self.size**-0.5
             weights = np.exp(scores - scores.max(initial=0))
-            mixed = weights @ bf16(self.values[seen, head // group]).astype(np.float64)
+            mixed = weights @ in_bytes(self.values[seen, head // group])
             found.append(mixed / max(weights.sum(), 1e-30))
         return np.concatenate(found)
 

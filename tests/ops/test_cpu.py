@@ -76,9 +76,9 @@ def test_every_build_gives_the_same_bits(shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_close_to_the_reference(shape: str) -> None:
     ours, theirs = (read(decoder(ops, **SHAPES[shape]), 70) for ops in (Cpu.of, Reference))
-    spread = theirs.std()  # weights and all that they are multiplied with have eight bits
+    spread = theirs.std()  # weights, what they are multiplied with, and entries have eight bits
     assert np.abs(ours - theirs).max() < 0.6 * spread
-    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.06 * spread
+    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.07 * spread
 
 
 @pytest.mark.parametrize("shape", SHAPES)

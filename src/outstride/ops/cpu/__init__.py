@@ -1,4 +1,4 @@
-"""Passes on CPUs in native code: int8 or int4 weights, 8- or 12-bit activations, bf16 pages."""
+"""Passes on CPUs in native code: int8 or int4 weights, 8- or 12-bit activations, int8 pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Cpu", "native"]
 
 
 class Cpu(Parts, Ops):
-    """Weights in int8, those of layers perhaps in int4; cache in bf16."""
+    """Weights in int8, those of layers perhaps in int4; cache in int8."""
 
     # --- the pass ---------------------------------------------------------------------------------
 
@@ -137,12 +137,11 @@ class Cpu(Parts, Ops):
     # --- the cache --------------------------------------------------------------------------------
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
-        shape, count = self._shape, len(sources)
-        slots = len(self._values[0]) // (shape.kv_heads * shape.head_dim)
+        count = len(sources)
         both = np.concatenate([sources, targets]).astype(np.int64)
-        if len(targets) != count or (count and not (both.min() >= 0 and both.max() < slots)):
+        if len(targets) != count or (count and not (both.min() >= 0 and both.max() < self._slots)):
             raise ValueError("a slot outside the cache")
-        room = np.empty((count, 2 * shape.kv_heads * shape.head_dim), dtype=np.uint16)
+        room = np.empty(count * 2 * self._shape.kv_heads * (self._record // 16), dtype=np.uint8)
         self._lib.outstride_move(
             self._calls[0],
             len(self._calls),

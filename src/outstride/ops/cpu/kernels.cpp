@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <atomic>
 #include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -90,8 +91,8 @@ struct Layer {
   const Matrix* output;
   const Matrix* gate_up;
   const Matrix* down;
-  uint16_t* keys;    // bf16, [slots / 16][kv_heads][head_dim / 2][16 slots][2 dimensions]
-  uint16_t* values;  // bf16, [slots / 16][kv_heads][8][head_dim][2 slots]
+  uint8_t* keys;    // [slots / 16][kv_heads]: see kernels.cache.inc
+  uint8_t* values;
   const LowRank* adapter;  // to qkv, output, gate_up and down; or null
   int32_t rotate;
 };
@@ -437,7 +438,12 @@ inline int64_t slot_of(const Pass* a, const Node* n, int position) {
   return a->tails[n->tail + position - n->direct];
 }
 
-// --- attention --------------------------------------------------------------------------------------
+// --- the cache and attention ------------------------------------------------------------------------
+
+constexpr int MOST_DIMENSIONS = 1024;  // of a head
+
+// Bytes that a head of sixteen entries takes, keys or values.
+constexpr size_t record_of(int head_dim) { return (size_t)(head_dim + 15) / 16 * 256 + 64; }
 
 constexpr int SET = 16;           // queries that are worked on at a time
 constexpr int MOST_QUERIES = 48;  // of one key head that go together, if not a single node has more
@@ -451,7 +457,8 @@ constexpr int most_queries(int group) {
 // What a thread needs for it, in units of four bytes; see `unit_of`.
 constexpr int attention_room(int group, int head_dim) {
   const int rows = most_queries(group), wide = (head_dim + 15) / 16 * 16;
-  return rows * wide * 5 / 2 + rows * 2 + SET * STRIDE * 3 / 2 + head_dim * 16;
+  return rows * wide * 3 / 2 + rows * 4 + SET * (STRIDE * 3 + 2 * wide + 2) +
+         (int)record_of(head_dim) / 2;
 }
 
 }  // namespace
@@ -679,27 +686,32 @@ void outstride_keep(const Layer* l, const int64_t* slots, int rows, const float*
                    values + (size_t)i * a->head_dim);
 }
 
+// How many bytes a head of sixteen entries takes, keys or values; 0: it has too many dimensions.
+int outstride_record(int head_dim) {
+  return head_dim > MOST_DIMENSIONS ? 0 : (int)record_of(head_dim);
+}
+
 // Copies entries of all layers between slots, all read before any is written. `room` holds one layer's.
 void outstride_move(const Layer* layers, int count, const int64_t* sources, const int64_t* targets,
-                    int entries, uint16_t* room) {
+                    int entries, uint8_t* room) {
+  const auto copy = [](uint8_t* entry, uint8_t* held, int bytes, bool write) {
+    memcpy(write ? entry : held, write ? held : entry, bytes);
+  };
   for (int i = 0; i < count; i++) {
     const int heads = layers[i].pass->kv_heads, size = layers[i].pass->head_dim;
+    const size_t record = record_of(size), lines = record / 64;
     for (int write = 0; write < 2; write++) {
       const int64_t* slots = write ? targets : sources;
-      uint16_t* held = room;
+      uint8_t* held = room;
       for (int e = 0; e < entries * heads; e++) {
         const int64_t slot = slots[e / heads], lane = slot % 16;
-        const size_t place = (slot / 16 * heads + e % heads) * size * 16;
-        uint16_t* k = layers[i].keys + place + lane * 2;
-        uint16_t* v = layers[i].values + place + lane / 2 * 2 * size + lane % 2;
-        for (int d = 0; d < size; d++, held += 2) {
-          uint16_t *key = k + d / 2 * 32 + d % 2, *value = v + d * 2;
-          if (write) {
-            *key = held[0], *value = held[1];
-          } else {
-            held[0] = *key, held[1] = *value;
-          }
-        }
+        const size_t place = (slot / 16 * heads + e % heads) * record;
+        uint8_t *keys = layers[i].keys + place, *values = layers[i].values + place;
+        for (size_t n = 0; n < lines; n++, held += 4) copy(keys + n * 64 + lane * 4, held, 4, write);
+        for (size_t n = 0; n < (lines - 1) * 4; n++, held++)
+          copy(values + (lane / 4 * (lines - 1) * 4 + n) * 4 + lane % 4, held, 1, write);
+        copy(values + (lines - 1) * 64 + lane * 4, held, 4, write);
+        held += 4;
       }
     }
   }

@@ -29,7 +29,7 @@ def threads() -> int:
 
 
 class Machine:
-    """Weights in int8, those of layers perhaps in int4; cache in bf16."""
+    """Weights in int8, those of layers perhaps in int4; cache in int8."""
 
     def __init__(
         self,
@@ -51,19 +51,21 @@ class Machine:
             raise ValueError("pages must hold a multiple of 16 entries")
         if shape.head_dim % 2:
             raise ValueError("heads must have an even number of dimensions")
+        self._record: int = self._lib.outstride_record(shape.head_dim)
+        if not self._record:
+            raise ValueError("heads have too many dimensions for the native kernels")
         self._weights = weights
         weights.into_large_pages()
         self.width, self._heads_width, self._middle = widths(shape)
         self._extra = np.zeros((0, shape.hidden_size), dtype=np.float32)
         self._cos, self._sin = self._turns(min(shape.context, 1024))
-        entries = slots * shape.kv_heads * shape.head_dim
-        self._keys = [self._zeros(entries) for _ in range(shape.layers)]
-        self._values = [self._zeros(entries) for _ in range(shape.layers)]
+        self._slots = slots
+        self._keys = [self._entries() for _ in range(shape.layers)]
+        self._values = [self._entries() for _ in range(shape.layers)]
         self._planes = features
         self._features = np.zeros(
             (slots if features else 0, len(features) * shape.hidden_size), dtype=np.float32
         )
-        self._slots = slots
         self._adapter: Adapter | None = None
         self._grafts: dict[str, Grafted] = {}
         self._followers: dict[str, Follower] = {}
@@ -73,7 +75,7 @@ class Machine:
         self.windows: tuple[int | None, ...] = tuple(shape.windows)
         self._engine: int | None = None
         stored = "int8 x 8 bit" if weights.bits == 8 else "int4 x 12 bit (head int8 x 8 bit)"
-        self.name = f"cpu {native.ISAS[self._isa]} {stored}, cache bf16"
+        self.name = f"cpu {native.ISAS[self._isa]} {stored}, cache int8"
         self._open(256)
 
     @classmethod
@@ -95,9 +97,9 @@ class Machine:
         if getattr(self, "_engine", None):
             self._lib.outstride_close(self._engine)
 
-    def _zeros(self, entries: int) -> npt.NDArray[np.uint16]:
-        """Zeros of sixteen bits that take memory only once they are written."""
-        return in_large_pages(max(entries, 1) * 2).view(np.uint16)
+    def _entries(self) -> npt.NDArray[np.uint8]:
+        """Keys or values of a layer, for all slots; they take memory only once they are written."""
+        return in_large_pages(max(self._slots // 16, 1) * self._shape.kv_heads * self._record)
 
     def _turns(self, positions: int) -> tuple[FloatArray, FloatArray]:
         """Cosines and sines of all angles up to a position."""

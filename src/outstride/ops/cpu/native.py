@@ -182,6 +182,8 @@ def library() -> c.CDLL:
     lib.outstride_rows.argtypes = [c.POINTER(Matrix), _P, c.c_int, c.c_int, c.c_int, _P, _P]
     lib.outstride_scratch.restype = c.c_int
     lib.outstride_scratch.argtypes = [c.c_int] * 3
+    lib.outstride_record.restype = c.c_int
+    lib.outstride_record.argtypes = [c.c_int]
     lib.outstride_keep.argtypes = [c.POINTER(Layer), _P, c.c_int, _P, _P]
     lib.outstride_keep.restype = None
     lib.outstride_move.argtypes = [c.POINTER(Layer), c.c_int, _P, _P, c.c_int, _P]

@@ -27,8 +27,7 @@ class Parts(Choice):
 
     def attach(self, name: str, weights: GraftWeights) -> int:
         """Takes in a part with layers; returns the number of the first one."""
-        shape, entries = self._shape, len(self._keys[0])
-        first = len(self._keys)
+        shape, first = self._shape, len(self._keys)
         self.windows += (weights.window,) * len(weights.layers)
         self._planes += tuple(tap for tap in weights.taps if tap not in self._planes)
         self._features = np.zeros(
@@ -39,8 +38,8 @@ class Parts(Choice):
             self._followers[name] = Follower.pack(weights, shape, first, own, self._slots)
         else:
             self._grafts[name] = Grafted.pack(weights, shape, first, self._weights)
-        self._keys += [self._zeros(entries) for _ in weights.layers]
-        self._values += [self._zeros(entries) for _ in weights.layers]
+        self._keys += [self._entries() for _ in weights.layers]
+        self._values += [self._entries() for _ in weights.layers]
         self._open(self._space.rows)
         return first
 
