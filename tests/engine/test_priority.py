@@ -80,7 +80,7 @@ def test_one_who_talks_does_not_hold_up_many_who_read() -> None:
     while not all(reader.output for reader in readers):
         engine.step()
         steps += 1
-    assert steps <= 15  # 2,010 tokens in passes of 256, most of the way
+    assert steps <= 17  # 2,010 tokens in passes of 256, most of the way
 
 
 def test_alone_a_prompt_is_read_as_fast_as_can_be() -> None:

@@ -169,8 +169,9 @@ def test_what_was_not_foreseen_is_learnt(monkeypatch: pytest.MonkeyPatch) -> Non
     learnt = dear()
     monkeypatch.setattr(Reading, "observe", lambda *_: None)
     blind = dear()
-    assert sum(ratio > 2.5 for ratio in learnt) <= 0.05 * len(learnt)
-    assert sum(ratio > 2.5 for ratio in blind) > 0.5 * len(blind)
+    late = 1.25 * PATIENCE
+    assert sum(ratio > late for ratio in learnt) <= 0.05 * len(learnt)
+    assert sum(ratio > late for ratio in blind) > 0.5 * len(blind)
 
 
 def test_a_prompt_that_cannot_be_read_in_time_is_read_all_the_same(
