@@ -45,7 +45,8 @@ class Auto(Mix):
     bring its tenant little: one, and so many more for each token that they bring there. The first one
     behind a plain step is dear, for it is not foreseen: a trial is worth a few more."""
     PAUSE, LONGER = 32, 4
-    """Steps of a pause, and how many times longer the next one is."""
+    """Steps of a pause, and how many times longer the next one is; the first is so twice over where chains
+    bring hardly anything to anybody."""
 
     def __init__(self, *, parts: str = "", nodes: int = 48, from_: str = "") -> None:
         usual = "suffix" if from_ else "suffix+recycle"
@@ -85,8 +86,9 @@ class Auto(Mix):
             trial = min(1 + int(self.SURE * chains.common), self.TRIAL)
             vain = not state.brought and state.chains >= trial
             if vain or chains.trust < self.LITTLE:
+                longer = min(state.vain + 2 * (trial < self.TRIAL // 2), 3)
                 state.chains, state.vain = 0, state.vain + 1
-                return self._rest(state, self.PAUSE * self.LONGER ** min(state.vain - 1, 3))
+                return self._rest(state, self.PAUSE * self.LONGER**longer)
             if state.chains % self.STEADY:
                 return Demand(most=depth, gain=usual.gain)
             state.vain = 0
