@@ -32,7 +32,8 @@ def isas() -> list[int]:
 def in_bytes(x: FloatArray) -> npt.NDArray[np.float64]:
     """The nearest of 255 numbers, evenly up to the largest of a head."""
     unit = np.abs(x).max(axis=-1, keepdims=True).astype(np.float64) / 127
-    return np.round(x / np.maximum(unit, 1e-30)) * unit
+    found: npt.NDArray[np.float64] = np.round(x / np.maximum(unit, 1e-30)) * unit
+    return found
 
 
 def turned(x: FloatArray) -> FloatArray:
@@ -44,7 +45,8 @@ def turned(x: FloatArray) -> FloatArray:
         table = np.block([[table, table], [table, -table]])
     x = np.concatenate([x, np.zeros((*x.shape[:-1], wide - x.shape[-1]))], axis=-1)
     found = x.reshape(*x.shape[:-1], wide // run, run) @ table / np.sqrt(run)
-    return found.reshape(x.shape).astype(np.float32)
+    turned: FloatArray = found.reshape(x.shape).astype(np.float32)
+    return turned
 
 
 @dataclass

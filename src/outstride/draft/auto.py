@@ -45,8 +45,8 @@ class Auto(Mix):
     bring its tenant little: one, and so many more for each token that they bring there. The first one
     behind a plain step is dear, for it is not foreseen: a trial is worth a few more."""
     PAUSE, LONGER = 32, 4
-    """Steps of a pause, and how many times longer the next one is; the first is so twice over where chains
-    bring hardly anything to anybody."""
+    """Steps of a pause, and how many times longer the next one is; the first is so twice over where
+    chains bring hardly anything to anybody."""
 
     def __init__(self, *, parts: str = "", nodes: int = 48, from_: str = "") -> None:
         usual = "suffix" if from_ else "suffix+recycle"

@@ -17,7 +17,7 @@ KNOTS = (1, 2, 4, HALF, HALF + 1, TILE, TILE + 1, 32, 64)
 ROUNDS, LARGE = 5, 16
 """How often passes are timed, and from how many nodes on less often: they take long."""
 CANDIDATES = 8
-FLAT = 1.5
+FLAT = 2.0
 """If a pass over many nodes takes less than so many times as long as one over one, they are cheap."""
 FAR = 2048
 """Behind so many entries it is measured what reading costs there."""
@@ -60,8 +60,8 @@ def measure(model: Model, pool: PagePool, most: int, *, reading: bool = False) -
 
 def _flat(clock: _Clock, cost: Cost) -> bool:
     """Whether a piece of a prompt costs next to nothing beside what any pass costs."""
-    (first, one), *_, (last, _) = cost.knots.items()
-    if clock.run(last, prompt=True) > 2 * FLAT * one:  # as on all processors: one look will do
+    (first, one), *_, (last, many) = cost.knots.items()
+    if many > 2 * FLAT * one:  # as on all processors
         return False
     return _undisturbed(clock.prompts(last)) < FLAT * _undisturbed(clock.prompts(first))
 
@@ -108,8 +108,8 @@ class _Clock:
         self._model.move(np.resize(read, len(behind)), behind)
 
     def prompts(self, nodes: int) -> list[float]:
-        """Seconds of passes over a piece of a prompt, the first of which is not counted."""
-        return [self.run(nodes, prompt=True) for _ in range(ROUNDS + 1)][1:]
+        """Seconds of passes over a piece of a prompt, without the first two: a card records these."""
+        return [self.run(nodes, prompt=True) for _ in range(ROUNDS + 2)][2:]
 
     def run(self, nodes: int, *, prompt: bool = False) -> float:
         """Seconds of a pass over a tree, or over a piece of a prompt."""
