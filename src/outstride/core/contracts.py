@@ -12,7 +12,7 @@ import numpy as np
 
 from outstride.core.graph import BoolArray, FloatArray, IntArray, NodeId, TokenGraph
 from outstride.core.guess import Guess
-from outstride.core.proposal import Proposal, Scores, Verdict, Wants
+from outstride.core.proposal import USUAL, Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import Table, View
 
 Rounds: TypeAlias = Generator[Proposal, Scores, Proposal]
@@ -69,7 +69,7 @@ class Drafter:
     """The recipe that makes the parts which it can ask."""
     part_of_draft: bool = False
     """Whether its part belongs to the draft model and not to the target."""
-    wants: Wants = Wants()
+    wants: Wants = USUAL
     """What it wants to learn from the target's pass, besides the tokens."""
     weighed: bool = False
     """Whether it leaves its size to the plan, which then needs to know what passes cost."""

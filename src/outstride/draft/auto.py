@@ -34,7 +34,7 @@ class Auto(Mix):
     SELDOM = 4
     """Once in so many steps, and half as often after four times as many of them."""
     CROWD = 8
-    """With twice as many sequences, patience is half as long and looks are half as many; and so on."""
+    """With twice as many sequences, patience is a quarter as long, and so are looks as many."""
     STEADY = 8
     """Where a swift part is asked, it is weighed once in so many steps whether to go on."""
     LITTLE = 0.2
@@ -58,7 +58,7 @@ class Auto(Mix):
         if state is None:
             return Demand()
         state.swift = False
-        crowd = max(view.company // self.CROWD, 1)
+        crowd = max(view.company // self.CROWD, 1) ** 2
         seldom = crowd * (self.SELDOM if state.idle <= 4 * self.PATIENCE else 2 * self.SELDOM)
         # All look at the same step: what it costs to weigh anything is paid once.
         state.resting = crowd * state.idle > self.PATIENCE and view.clock % seldom > 0

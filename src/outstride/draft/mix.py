@@ -11,7 +11,7 @@ from typing import Any
 from outstride import registry
 from outstride.core.contracts import Demand, Drafter, Guessing, Rounds
 from outstride.core.guess import Guess, Odds, PerTenant, Sign
-from outstride.core.proposal import Proposal, Scores, Verdict, Wants
+from outstride.core.proposal import USUAL, Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import View
 from outstride.draft.block_drafter import BlockDrafter
 from outstride.draft.promises import PROMISES, Promises, affordable, kind_of
@@ -222,7 +222,8 @@ class Mix(Drafter):
         self._drafters = [self._part(name) for name in parts.split("+")]
         self._trained = BlockDrafter(from_=from_, nodes=2 * nodes) if from_ else None
         self.grafts = self._trained.grafts if self._trained else ()
-        self.wants = Wants(best=max(drafter.wants.best for drafter in self._drafters))
+        wants = Wants(best=max(drafter.wants.best for drafter in self._drafters))
+        self.wants = USUAL if wants == USUAL else wants
         self._odds = PerTenant(lambda: (Odds(weight=12.0), Promises()))
         self._sampled = PerTenant(lambda: (Odds(weight=12.0), Promises(share=SAMPLED)))
 

@@ -25,7 +25,7 @@ def _undrafted(turn: Turn) -> Proposal:
 def _passive(drafter: Drafter) -> bool:
     """Whether a drafter that is given no room does nothing but look on."""
     return type(drafter).propose is Drafter.propose or (
-        drafter.weighed and not drafter.models and drafter.wants == USUAL
+        drafter.weighed and not drafter.models and drafter.wants is USUAL
     )
 
 
