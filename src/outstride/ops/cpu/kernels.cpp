@@ -430,20 +430,15 @@ inline void sort_by_id(Candidate* c, int count) {
   std::sort(c, c + count, [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
 }
 
-inline int64_t slot_of(const Pass* a, const Node* n, int position) {
-  if (position >= n->count) return -1;
-  if (position < n->direct)
-    return (int64_t)a->pages[n->pages + position / a->page_size] * a->page_size +
-           position % a->page_size;
-  return a->tails[n->tail + position - n->direct];
-}
-
 // --- the cache and attention ------------------------------------------------------------------------
 
 constexpr int MOST_DIMENSIONS = 1024;  // of a head
 
+// A head's dimensions in the cache: in whole lines of sixteen.
+constexpr int wide_of(int head_dim) { return (head_dim + 15) / 16 * 16; }
+
 // Bytes that a head of sixteen entries takes, keys or values.
-constexpr size_t record_of(int head_dim) { return (size_t)(head_dim + 15) / 16 * 256 + 64; }
+constexpr size_t record_of(int head_dim) { return (size_t)wide_of(head_dim) * 16 + 64; }
 
 constexpr int SET = 16;           // queries that are worked on at a time
 constexpr int MOST_QUERIES = 48;  // of one key head that go together, if not a single node has more
@@ -456,7 +451,7 @@ constexpr int most_queries(int group) {
 
 // What a thread needs for it, in units of four bytes; see `unit_of`.
 constexpr int attention_room(int group, int head_dim) {
-  const int rows = most_queries(group), wide = (head_dim + 15) / 16 * 16;
+  const int rows = most_queries(group), wide = wide_of(head_dim);
   return rows * wide * 3 / 2 + rows * 4 + SET * (STRIDE * 3 + 2 * wide + 2) +
          (int)record_of(head_dim) / 2;
 }
@@ -495,7 +490,7 @@ namespace {
 #undef ISA
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8,amx-bf16,prefer-vector-width=512")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8,prefer-vector-width=512")
 #define ISA ISA_AMX
 namespace amx {
 namespace {
@@ -530,10 +525,10 @@ struct Kernels {
   }
 
 #if defined(__x86_64__)
-// Whether the processor has matrix tiles of bytes and bf16, and the system lets this process use them.
+// Whether the processor has matrix tiles of bytes, and the system lets this process use them.
 bool has_amx() {
   unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 22 & 13) != 13) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 24 & 3) != 3) return false;
 #if defined(__linux__)
   constexpr long request_permission = 0x1023, tile_data = 18;
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
