@@ -103,6 +103,18 @@ def test_a_slow_stretch_spoils_no_ratio() -> None:
     assert line.tokens_per_pass == 2.0
 
 
+def test_neighbours_are_held_against_each_other() -> None:
+    """The machine gets faster all the time, and once somebody else is at work."""
+    report = DecodeReport(["plain", "m"])
+    for number, (first, other) in enumerate([(8.0, 4.0), (2.0, 4.0), (1.0, 0.5)]):
+        for method, took in (("plain", first), ("m", other)):
+            counts: Any = (10, 5, 10, {}, 1, 0, 0.0, {})
+            report.runs.append(Run(method, "g", 1, 0.0, number, False, ("x",), took, *counts))
+    line = next(line for line in report.lines() if line.method == "m")
+    assert line.ratio == 2.0
+    assert line.bound == 0.5
+
+
 @pytest.mark.parametrize("options", [{"batches": (0,)}, {"rounds": 0}, {"temperatures": (-1.0,)}])
 def test_numbers_must_make_sense(options: dict[str, Any]) -> None:
     with make_llm() as llm, pytest.raises(InvalidParams):

@@ -124,3 +124,23 @@ def test_what_brings_nothing_is_tried_ever_more_seldom(model: Decoder, tmp_path:
     assert 4 <= first <= 6
     assert drafted[first] - drafted[first - 1] > 32
     assert len(drafted) < 2 * first
+
+
+def test_where_nobody_has_anything_of_chains_one_trial_is_enough(
+    model: Decoder, tmp_path: Path
+) -> None:
+    config = tiny(layers=3, tied=True)
+    attach(model, "part", write_part(tmp_path / "part", config, part_tensors(config)), "abc")
+    model.grafts["part"] = replace(model.grafts["part"], swift=True)
+    method, cost = registry.build("auto:from=part"), Known({1: 5.0, 8: 5.05, 64: 5.3}, frozen=True)
+    cost.further = -4.0
+    engine, trials = Engine({TARGET: model}, cost=cost), []
+    for seed in range(8):
+        params = SamplingParams(max_tokens=80, temperature=1.5, seed=seed, ignore_eos=True)
+        sequence = engine.submit(tokens(20, seed=seed), params, method)
+        while engine.busy:
+            engine.step()
+        drafted = [entry.step for entry in sequence.trace if entry.kind != "plain"]
+        trials.append(1 + sum(b > a + 1 for a, b in pairwise(drafted)))
+    assert max(trials[:2]) > 1  # one who is alone with it is tried again
+    assert trials[-3:] == [1, 1, 1]
