@@ -37,6 +37,8 @@ class Timed:
     look: float = 0.0006
     fetch: float = 0.003
     jitter: float = 0.0
+    slow: tuple[float, float] = (0.0, 0.0)
+    """From when to when everything takes twice as long."""
     toy: Toy = field(default_factory=lambda: Toy(context=4096, pages=2048))
     now: float = 0.0
     random: random.Random = field(default_factory=lambda: random.Random(1))
@@ -47,6 +49,7 @@ class Timed:
 
     def forward(self, work: Sequence[Work]) -> Pending:
         noise = 1.0 + self.jitter * self.random.random()
+        noise *= 2.0 if self.slow[0] <= self.now < self.slow[1] else 1.0
         self.now += noise * self._seconds(work)
         return self._forward(work)
 
@@ -120,13 +123,40 @@ def test_a_short_prompt_asks_for_no_more_patience_than_usual(
 
 
 def test_patience_is_what_it_takes() -> None:
-    cost = Cost({1: 6.4, 64: 31.6}, frozen=True)
-    cost.reading = Reading(0.4, 0.0006, 0.003)
-    needed = [foreseen(cost, Reader(1, 0, size), 10.0, 10.0, 0.03) for size in (100, 2000, 3000)]
+    reading = Reading(0.4, 0.0006, 0.003)
+    needed = [foreseen(reading, Reader(1, 0, size), 10.0, 10.0, 0.03) for size in (100, 2000, 3000)]
     assert needed[0] == PATIENCE < needed[1] < needed[2] < MOST
-    assert foreseen(cost, Reader(1, 0, 100_000), 10.0, 10.0, 0.03) == MOST
+    assert foreseen(reading, Reader(1, 0, 100_000), 10.0, 10.0, 0.03) == MOST
     # those who have grown leave less of what was usual
-    assert foreseen(cost, Reader(1, 2000, 1000), 10.0, 15.0, 0.03) > needed[1]
+    assert foreseen(reading, Reader(1, 2000, 1000), 10.0, 15.0, 0.03) > needed[1]
+
+
+def test_nobody_is_more_patient_because_the_machine_is_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calm = Timed(look=0.0002, fetch=0.0005)
+    usual = max(waits(calm, monkeypatch))
+
+    def late() -> float:
+        slow = Timed(look=0.0002, fetch=0.0005, slow=(0.4 * calm.now, 0.8 * calm.now))
+        return median(ratio for ratio in waits(slow, monkeypatch) if ratio > 1.05 * usual)
+
+    found = late()
+    monkeypatch.setattr(Reading, "LASTING", 2.0)  # what is dear now is dear for ever
+    assert usual < found < 0.95 * late()
+
+
+def test_what_stays_dear_counts_in_the_end() -> None:
+    reading = Reading(0.4, 0.0006, 0.003)
+    for _ in range(20):
+        reading.observe([(20, 0)], 16.0)
+    assert reading.node > 0.7
+    assert reading.calm.node < 0.42
+    for _ in range(2000):
+        reading.observe([(20, 0)], 16.0)
+    assert reading.calm.node == pytest.approx(reading.node)
+    reading.observe([(20, 0)], 8.0)
+    assert reading.calm.node == reading.node < 0.8
 
 
 def test_drafts_shrink_while_somebody_reads() -> None:

@@ -38,15 +38,27 @@ class Reading:
     (`look`), and so much for each entry that it has to fetch at all (`fetch`). After each step, the
     parts that made up most of what was foreseen are corrected most; not where a pass costs about the
     same whatever its size: there, what it took says nothing about nodes, and `flat` is what it takes.
+
+    What it costs while nothing else holds the machine up (`calm`) falls with it at once, and rises
+    slowly: how large the next piece may be is a matter of the moment, how patient others have to be
+    until all is read is not. Were they more patient whenever the machine is slow, they wait twice.
     """
 
     DEARER, CHEAPER = 0.35, 0.15
     """How fast what was dearer than foreseen is believed, and what was cheaper: others wait for it."""
+    LASTING = 1.001
+    """By how much, after a step, what stays dear counts as what it costs in calm times."""
 
     def __init__(
         self, node: float, look: float = 0.0, fetch: float = 0.0, *, flat: float = 0.0
     ) -> None:
         self.node, self.look, self.fetch, self.flat = node, look, fetch, flat
+        self._calm: tuple[float, ...] = node, look, fetch
+
+    @property
+    def calm(self) -> Reading:
+        """The same at what it costs in calm times."""
+        return Reading(*self._calm, flat=self.flat)
 
     def seconds(self, nodes: int, cached: int) -> float:
         """What a piece of so many nodes costs behind so many entries."""
@@ -74,6 +86,9 @@ class Reading:
         self.node *= ratio ** (quick * node / foreseen)
         self.look *= ratio ** (quick * look / foreseen)
         self.fetch *= ratio ** (quick * fetch / foreseen)
+        calm = (self.LASTING * part for part in self._calm)
+        parts = self.node, self.look, self.fetch
+        self._calm = tuple(map(min, parts, calm))
 
 
 class Drafts(enum.Enum):

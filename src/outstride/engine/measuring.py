@@ -52,7 +52,7 @@ def measure(model: Model, pool: PagePool, most: int, *, reading: bool = False) -
     far = min(FAR, room + CACHED - PIECE)
     if reading and far > 2 * CACHED and pool.reserve(table, far + PIECE - CACHED) is not None:
         clock.fill(far)
-        _measure_reading(cost.reading, clock, far)
+        cost.reading = _measure_reading(cost.reading, clock, far)
     table.positions = []
     pool.close(table)
     return cost
@@ -71,7 +71,7 @@ def _undisturbed(seconds: list[float]) -> float:
     return sorted(seconds)[min(1, len(seconds) - 1)]
 
 
-def _measure_reading(reading: Reading, clock: _Clock, far: int) -> None:
+def _measure_reading(reading: Reading, clock: _Clock, far: int) -> Reading:
     """What a node and a piece of a prompt cost more behind many entries than behind few."""
     lengths, sizes = (CACHED, far), (1, PIECE)
     times: dict[tuple[int, int], list[float]] = {(n, at): [] for n in sizes for at in lengths}
@@ -83,8 +83,8 @@ def _measure_reading(reading: Reading, clock: _Clock, far: int) -> None:
         (min(times[nodes, far]) - min(times[nodes, CACHED])) / (far - CACHED) for nodes in sizes
     )
     least = 1e-6 * reading.node  # what is nothing could never be corrected
-    reading.look = max((piece - one) / (PIECE - 1), least)
-    reading.fetch = max(one - reading.look, least)
+    look = max((piece - one) / (PIECE - 1), least)
+    return Reading(reading.node, look, max(one - look, least), flat=reading.flat)
 
 
 class _Clock:

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outstride.engine.cost import Cost, Pieces, evened
+from outstride.engine.cost import Cost, Pieces, Reading, evened
 
 PATIENCE, MOST = 1.75, 4.0
 """How many times as long as is usual a pass may take while a prompt is read, and how many times if the
@@ -78,7 +78,7 @@ class Chunking:
             growth = cost.talking([(nodes, cached + 1) for nodes, cached in talking]) - now
             if count:  # answers that drafts help along grow faster
                 growth = max(growth, (now - usual) / count)
-            patience = foreseen(cost, reader, usual, now, growth)
+            patience = foreseen(cost.reading.calm, reader, usual, now, growth)
         self._patience[reader.id] = count + 1, patience
         left = patience * max(1.0, readers / beside) * usual - now
         left -= sum(cost.reading.seconds(*piece) for piece in pieces)
@@ -100,29 +100,29 @@ def spare(cost: Cost, pieces: Pieces, talking: Pieces, most: int) -> int:
     return max(bisect_right(curve, curve[nodes] + left, nodes, nodes + most + 1) - 1 - nodes, 0)
 
 
-def foreseen(cost: Cost, reader: Reader, usual: float, now: float, growth: float) -> float:
+def foreseen(reading: Reading, reader: Reader, usual: float, now: float, growth: float) -> float:
     """How patient those who talk have to be for a prompt to be read to its end in equal passes.
 
     usual, now, growth: seconds of a pass without it, when it came and now, and by how much it grows.
     """
     least, most = PATIENCE, MOST
-    if _ends(cost, reader, least * usual, now, growth):
+    if _ends(reading, reader, least * usual, now, growth):
         return least
     for _ in range(HALVINGS):
         middle = 0.5 * (least + most)
-        if _ends(cost, reader, middle * usual, now, growth):
+        if _ends(reading, reader, middle * usual, now, growth):
             most = middle
         else:
             least = middle
     return most
 
 
-def _ends(cost: Cost, reader: Reader, seconds: float, now: float, growth: float) -> bool:
+def _ends(reading: Reading, reader: Reader, seconds: float, now: float, growth: float) -> bool:
     """Whether a prompt can be read to its end in passes that never take longer than this."""
     cached, left = float(reader.cached), float(reader.pending)
     part = left / PARTS
     while left > 0.0:
-        piece = cost.reading.fits(seconds - now, int(cached))
+        piece = reading.fits(seconds - now, int(cached))
         if piece < PROGRESS:
             return False
         step = min(left, max(part, piece))
