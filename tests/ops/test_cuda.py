@@ -393,6 +393,25 @@ def test_passes_larger_than_all_before() -> None:
     model.close()
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_words_that_need_more_room(monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
+    from outstride.ops.cuda import launch
+
+    graph, found = chain(tokens(40, seed=1)), []
+    wants = Wants(nodes=tuple(range(40)), logits=True, hidden=(1,))
+    for room in (launch.WORDS, 64):
+        monkeypatch.setattr(launch, "WORDS", room)
+        model = on_card(tiny())
+        hand = Hand(model, PAGES)
+        if cut:
+            first = hand.run(graph, wants, layers=(0, 1))
+            found.append(hand.run(graph, wants, layers=(1, 2), hidden=first.hidden[1]))
+        else:
+            found.append(hand.run(graph, wants))
+        model.close()
+    assert np.array_equal(*map(logits, found))
+
+
 # --- passes that are launched ahead ------------------------------------------------------------------
 
 

@@ -337,7 +337,8 @@ class Cuda(Ops):
             self._deferred = Deferred(layers, batch, whole)
             return Rows(self._x, self._low, 0, batch.rows, whole[1])
         self._entries.settle()
-        self._launcher.words.send(self._layout(batch).words)
+        layout = self._layout(batch)  # may make new room for words
+        self._launcher.words.send(layout.words)
         return layers()
 
     def digest(self, batch: Batch) -> None:

@@ -18,6 +18,8 @@ from outstride.ops.cuda.steps import Steps
 from outstride.ops.cuda.tiles import Describer
 from outstride.ops.cuda.transfer import Recording, Ring
 
+WORDS = 1 << 16
+"""Room for the words of a pass, at first."""
 RECORDED = 1024
 """Passes of up to so many rows are recorded: of larger ones, handing them over takes no time."""
 
@@ -70,7 +72,7 @@ class Launcher:
     def __init__(
         self, device: torch.device, entries: Entries, page_size: int, *, graphs: bool
     ) -> None:
-        self.words = Ring(device, 1 << 16)
+        self.words = Ring(device, WORDS)
         self.under_way = False
         """Whether a whole pass is being launched, or recorded, at this moment."""
         self.recording: Recording | None = None
