@@ -7,9 +7,12 @@ import random
 import pytest
 
 from outstride import registry
+from outstride.core.contracts import Demand
 from outstride.core.guess import Guess, Odds, PerTenant, Sign
 from outstride.core.params import SamplingParams
-from outstride.draft.mix import Joined
+from outstride.core.sequence import View
+from outstride.draft.auto import Auto
+from outstride.draft.mix import Joined, State
 from outstride.errors import UnknownMethod
 from tests.conformance.harness import SAMPLINGS, Bench, alone, some_prompts
 
@@ -145,6 +148,22 @@ def test_auto_notices_a_drafter_that_is_never_right() -> None:
     [sequence] = bench.run(some_prompts(2, 1), registry.build("auto"), params)
     late = [p for p in sequence.trace if p.step > 100]
     assert sum(p.kind == "plain" for p in late) > 0.9 * len(late)
+
+
+def test_drafts_in_vain_do_not_make_auto_look_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[View] = []
+    usual = Auto._weighed
+
+    def weighed(self: Auto, view: View, state: State) -> Demand:
+        looks.append(view)
+        return usual(self, view, state)
+
+    monkeypatch.setattr(Auto, "_weighed", weighed)
+    params = SamplingParams(max_tokens=200, temperature=3.0, seed=6, ignore_eos=True)
+    bench = Bench(pages=400, cost={1: 1.0, 64: 6.0})
+    [sequence] = bench.run(some_prompts(2, 1), registry.build("auto"), params)
+    assert sequence.counts.drafts > 3
+    assert len(looks) < 100  # 12 in a row, then one in four, then one in eight
 
 
 def test_chances_of_many_signs_are_those_of_each() -> None:

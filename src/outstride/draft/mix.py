@@ -182,7 +182,7 @@ class State:
     end: int = -1
     """Where the guess at hand begins."""
     idle: int = 0
-    """For how many steps nothing was worth drafting."""
+    """How many steps without a draft there were since one last brought something."""
     last: int = 8
     """How many nodes were drafted when it was last worth it."""
     resting: bool = False
@@ -301,11 +301,18 @@ class Mix(Drafter):
             if drafted:
                 promised = sum(state.joined.gains[:drafted])
                 state.promises.settle(state.kind, promised, len(verdict.settled) - 1, asked)
+            elif asked and state.joined.order:  # asked, and not worth drafting: was that right?
+                best, said = state.joined.order[0], view.tokens[state.end]
+                held = state.joined.guess.tokens[best] == said
+                state.promises.settle(state.kind, state.joined.gains[0], int(held), asked)
             state.joined.learn(view.tokens[state.end :], state.odds)
             state.joined = None
         if not asked:
             state.promises.asked.fade()
-        state.idle = 0 if drafted else state.idle + 1
+        if not drafted:
+            state.idle += 1
+        elif len(verdict.settled) > 1:
+            state.idle = 0
         state.last = drafted or state.last
         state.parts = [
             drafter.observe(view.with_state(its), proposal, scores, verdict)

@@ -42,9 +42,10 @@ class Kept:
     What a single sequence has seen rests on what everybody has (`base`).
     """
 
-    MEMORY, FIRST, MOST, COMMON = 0.96, 10.0, 1.0, 1.0
-    """What is left of old steps after a new one; how many promised tokens the first word counts as; the
-    most that is believed; and how much of the first word is what everybody has seen."""
+    MEMORY, KEEP, FIRST, MOST, COMMON = 0.96, 0.985, 10.0, 1.0, 1.0
+    """What is left of old steps after a new one, and after one without a draft; how many promised
+    tokens the first word counts as; the most that is believed; and how much of the first word is what
+    everybody has seen."""
 
     def __init__(self, base: Kept | None = None, share: float = 1.0) -> None:
         self._base = base
@@ -71,6 +72,11 @@ class Kept:
         self._promised = self.MEMORY * self._promised + promised
         self._held = self.MEMORY * self._held + held
 
+    def fade(self, steps: int = 1) -> None:
+        """Nobody drafted: in time, the first word counts again, for texts change."""
+        left = self.KEEP**steps
+        self._promised, self._held = left * self._promised, left * self._held
+
     def believed(self, gains: Sequence[float]) -> tuple[float, ...]:
         """What of these gains is to be believed."""
         trust = min(self.trust, self.MOST)
@@ -84,7 +90,7 @@ class Forecast(Kept):
     vain for some steps costs less than never to ask.
     """
 
-    QUICK, FADE, COMMON = 0.15, 0.02, 0.5
+    QUICK, FADE, FIRST, COMMON = 0.15, 0.02, 4.0, 0.5
 
     def __init__(self, base: Forecast | None = None, share: float = 1.0) -> None:
         super().__init__(base, share)
@@ -98,29 +104,23 @@ class Forecast(Kept):
 
     def fade(self, steps: int = 1) -> None:
         """Nobody asked: in time, the first word counts again, and somebody asks."""
-        mine, fade, left = self.gains, 1.0 - (1.0 - self.FADE) ** steps, self.MEMORY**steps
+        super().fade(steps)
+        mine, fade = self.gains, 1.0 - (1.0 - self.FADE) ** steps
         self.gains = [own + fade * (first - own) for own, first in zip(mine, PROMISES, strict=True)]
-        self._promised, self._held = left * self._promised, left * self._held
 
 
 class Chains(Kept):
     """How many tokens of a part's chain hold, where it drafts chains and nothing else.
 
-    That is more or less from step to step, so it is a mean over many; where it is not worth asking,
-    that is forgotten in time, for texts change.
+    That is more or less from step to step, so it is a mean over many.
     """
 
-    FIRST, COMMON, KEEP = 4.0, 0.5, 0.985
+    FIRST, COMMON = 4.0, 0.5
 
     def gains(self, depth: int) -> tuple[float, ...]:
         """What the nodes of a chain promise."""
         each = self.trust / (1.0 + self.trust)
         return tuple([each ** (i + 1) for i in range(depth)])
-
-    def fade(self, steps: int = 1) -> None:
-        """Nobody asked."""
-        left = self.KEEP**steps
-        self._promised, self._held = left * self._promised, left * self._held
 
 
 class Promises:
