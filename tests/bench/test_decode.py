@@ -103,6 +103,17 @@ def test_a_slow_stretch_spoils_no_ratio() -> None:
     assert line.tokens_per_pass == 2.0
 
 
+def test_a_round_that_was_cut_off_makes_nothing_unequal() -> None:
+    report = DecodeReport(["plain", "auto"])
+    for number, prompts in enumerate(("abc", "a")):
+        for prompt in prompts:
+            for method in report.methods:
+                equal = int(method == "plain" or prompt != "b")
+                counts: Any = (10, 5, 10, {}, equal, 0, 0.0, {})
+                report.runs.append(Run(method, "g", 1, 0.0, number, False, (prompt,), 1.0, *counts))
+    assert [(line.equal, line.prompts) for line in report.lines()] == [(3, 3), (2, 3)]
+
+
 def test_neighbours_are_held_against_each_other() -> None:
     """The machine gets faster all the time, and once somebody else is at work."""
     report = DecodeReport(["plain", "m"])

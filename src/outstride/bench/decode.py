@@ -121,6 +121,11 @@ class DecodeReport:
         emitted = sum({(run.group, run.prompts): run.emitted for run in mine}.values())
         verbs = {verb: sum(run.verbs.get(verb, 0.0) for run in mine) for verb in VERBS}
 
+        least: dict[tuple[str, tuple[str, ...]], int] = {}
+        for run in mine:  # the last round may have been cut off
+            portion = run.group, run.prompts
+            least[portion] = min(least.get(portion, run.equal), run.equal)
+
         def per_group(value: Callable[[list[Run]], float]) -> float:
             return mean(value([run for run in mine if run.group == group]) for group in groups)
 
@@ -130,11 +135,8 @@ class DecodeReport:
             batch=mine[0].batch,
             temperature=mine[0].temperature,
             warm=mine[0].warm,
-            prompts=sum(len(run.prompts) for run in mine if run.round == mine[0].round),
-            equal=min(
-                sum(run.equal for run in mine if run.round == number)
-                for number in {run.round for run in mine}
-            ),
+            prompts=sum(len(prompts) for _, prompts in least),
+            equal=sum(least.values()),
             tokens_per_pass=per_group(
                 lambda runs: sum(r.emitted for r in runs) / max(1, sum(r.passes for r in runs))
             ),
