@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from outstride import registry
-from outstride.core.guess import Guess, Odds, Sign
 from outstride.core.params import SamplingParams
-from outstride.draft.mix import SAMPLED, Joined, Mix, State
+from outstride.draft.mix import SAMPLED
 from outstride.draft.promises import (
     FIRST_NODES,
     KINDS,
@@ -128,25 +125,3 @@ def test_a_draft_without_a_part_settles_what_was_looked_up() -> None:
         engine.run([[1, 2, 3, 4] * 12], toy_method(auto, registry.build("plain").acceptor), params)
     assert seen
     assert not any(seen)
-
-
-def test_a_part_that_was_asked_and_not_followed_is_judged_all_the_same() -> None:
-    """Its best guess was no draft; whether it would have held is known."""
-    mix = Mix()
-    mix.grafts = ("part",)
-    promises = Promises()
-    guess = Guess([7, 8], [-1, 0], [Sign("part", (0,))] * 2, [0.5, 0.5])
-    view = SimpleNamespace(ask=True, tokens=[1, 2, 3, 9], params=SamplingParams(), state=None)
-    for said, trusted in ((9, False), (7, True)):
-        before = promises.asked.trust
-        state = State([None, None], Odds(weight=12.0), promises, [])
-        state.joined, state.end, view.state = Joined.of([guess], state.odds), 3, state
-        view.tokens[3] = said
-        view.with_state = lambda its: view
-        with pytest.MonkeyPatch.context() as patch:
-            for drafter in mix._drafters:
-                patch.setattr(type(drafter), "observe", lambda *_: None)
-            plain = SimpleNamespace(graph=[said], given=1)
-            mix.observe(view, plain, None, SimpleNamespace(settled=[said]))  # type: ignore[arg-type]
-        assert (promises.asked.trust > before) == trusted
-        assert promises.asked.trust != before

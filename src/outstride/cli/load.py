@@ -43,7 +43,9 @@ def add(kinds: Any) -> None:
     parser.add_argument(
         "--tokens", type=int, default=128, metavar="N", help="of each answer (default 128)"
     )
-    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="turns (default 1)")
+    parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="turns, of the gaps, too (default 1)"
+    )
     parser.add_argument("--method", default="auto", help="of the requests (default auto)")
     parser.add_argument(
         "--gaps",
@@ -218,8 +220,8 @@ async def _gaps(args: argparse.Namespace, client: Any, watch: Watch) -> dict[str
     rounds = []
     for _ in range(args.rounds):
         rounds.append(await gaps(client, args.model, method=args.gaps or "plain"))
-        said = rounds[-1].to_dict()
-        _say(args, f"gaps: {said['usual_gap_ms']} ms, with a long prompt {said['longest_gap_ms']}")
+        usual, longest = 1e3 * rounds[-1].usual, 1e3 * rounds[-1].longest
+        _say(args, f"gaps: {usual:.1f} ms, with a long prompt {longest:.1f} ms")
         watch.tick()
     middle = sorted(rounds, key=lambda found: found.ratio)[(len(rounds) - 1) // 2]
     if args.plot:

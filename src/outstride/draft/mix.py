@@ -301,10 +301,6 @@ class Mix(Drafter):
             if drafted:
                 promised = sum(state.joined.gains[:drafted])
                 state.promises.settle(state.kind, promised, len(verdict.settled) - 1, asked)
-            elif asked and state.joined.order:  # asked, and not worth drafting: was that right?
-                best, said = state.joined.order[0], view.tokens[state.end]
-                held = state.joined.guess.tokens[best] == said
-                state.promises.settle(state.kind, state.joined.gains[0], int(held), asked)
             state.joined.learn(view.tokens[state.end :], state.odds)
             state.joined = None
         if not asked:

@@ -41,7 +41,7 @@ class Reading:
 
     What it costs while nothing else holds the machine up (`calm`) falls with it at once, and rises
     slowly: how large the next piece may be is a matter of the moment, how patient others have to be
-    until all is read is not. Were they more patient whenever the machine is slow, they wait twice.
+    until all is read is not. Whoever is more patient because the machine is slow waits twice as long.
     """
 
     DEARER, CHEAPER = 0.35, 0.15
