@@ -12,6 +12,7 @@ setup(
             "outstride.ops.cpu._kernels",
             sources=["src/outstride/ops/cpu/kernels.cpp"],
             depends=[
+                "src/outstride/core/noise.h",
                 "src/outstride/ops/cpu/kernels.inc",
                 "src/outstride/ops/cpu/kernels.adapter.inc",
                 "src/outstride/ops/cpu/kernels.attention.inc",
@@ -37,6 +38,7 @@ setup(
         Extension(
             "outstride.core._host",
             sources=["src/outstride/core/host.cpp"],
+            depends=["src/outstride/core/noise.h"],
             extra_compile_args=[
                 "-O3",
                 "-fno-wrapv",

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from outstride.core import sampling
+from outstride.core import host, sampling
 from outstride.core.graph import IntArray
 from outstride.core.sampling import Draw, Purpose, Rules, best, gumbel, probabilities
 
@@ -35,6 +35,16 @@ NOISE = {
 }
 
 
+@pytest.fixture(params=["compiled", "python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How noise is made and tokens are drawn: both ways are held to the same answers."""
+    if request.param == "python":
+        monkeypatch.setattr(sampling, "library", lambda: None)
+    elif host.library() is None:
+        pytest.skip("nothing was compiled")
+    return str(request.param)
+
+
 @pytest.mark.parametrize(("counter", "key", "expected"), PHILOX)
 def test_philox_known_answers(
     counter: tuple[int, int, int, int], key: int, expected: tuple[int, ...]
@@ -43,10 +53,42 @@ def test_philox_known_answers(
     assert tuple(int(w[0]) for w in words) == expected
 
 
+@pytest.mark.usefixtures("way")
 def test_noise_bits_are_fixed() -> None:
     draw = Draw(temperature=1.0, seed=7, index=1)
     found = gumbel(draw, 3, np.asarray(list(NOISE)))
     assert {t: f"{g.view(np.uint32):08x}" for t, g in zip(NOISE, found, strict=True)} == NOISE
+
+
+@pytest.mark.skipif(host.library() is None, reason="nothing was compiled")
+def test_compiled_noise_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any key, any shape: a position for all tokens, or one for each."""
+    rng = np.random.default_rng(9)
+    for trial in range(60):
+        seed = int(rng.integers(2**63)) * 2 + 1 if trial else 2**64 - 1
+        purpose = Purpose(trial % len(Purpose))
+        draw = Draw(temperature=1.0, seed=seed, index=int(rng.integers(2**31)), purpose=purpose)
+        ids = rng.integers(0, 200_000, size=(7, 16)) if trial % 2 else np.arange(trial, 4000)
+        at = rng.integers(0, 2**31, size=ids.shape) if trial % 2 else int(rng.integers(2**31))
+        found = gumbel(draw, at, ids)
+        with monkeypatch.context() as patched:
+            patched.setattr(sampling, "library", lambda: None)
+            assert found.tobytes() == gumbel(draw, at, ids).tobytes()
+
+
+@pytest.mark.skipif(host.library() is None, reason="nothing was compiled")
+def test_compiled_functions_refuse_what_does_not_fit() -> None:
+    lib = host.library()
+    assert lib is not None
+    some, room = np.arange(4), np.empty(4, dtype=np.float32)
+    for at, ids, out in ((some[:2], some, room), (some, some, room[:3]), (some, some[:3], room)):
+        with pytest.raises(ValueError, match="do not fit"):
+            lib.noise(1, 0, 0, at, ids, out)
+    with pytest.raises(TypeError):
+        lib.noise(1, 0, 0, some, some.astype(np.int32), room)
+    for warmth, k in ((0.0, 1), (1.0, 0)):
+        with pytest.raises(ValueError, match="at least one token"):
+            lib.drawn(room, 1, 0, 0, 3, warmth, -np.inf, k)
 
 
 def test_logarithm_is_accurate() -> None:
@@ -133,6 +175,7 @@ def test_filters_follow_their_definitions(draw: Draw) -> None:
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.usefixtures("way")
 def test_best_is_the_argmax_of_the_noisy_sum_and_pruning_changes_nothing() -> None:
     rng = np.random.default_rng(5)
     for position in range(60):
@@ -144,6 +187,16 @@ def test_best_is_the_argmax_of_the_noisy_sum_and_pruning_changes_nothing() -> No
         assert best(row, draw, position)[0] == expected[0]
 
 
+@pytest.mark.usefixtures("way")
+def test_of_equal_sums_the_lowest_token_comes_first() -> None:
+    """Their noise is drowned by logits this large."""
+    row = np.asarray([1e9, -np.inf, 1e9, 5.0, 1e9, 1e9, -np.inf], dtype=np.float32)
+    draw = Draw(temperature=1.0, seed=3)
+    assert best(row, draw, 0, 3).tolist() == [0, 2, 4]
+    assert best(row, draw, 0, 7).tolist() == [0, 2, 4, 5, 3, 1, 6]
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("allowed", [0, 1, 3, 40, 900, 1000])
 @pytest.mark.parametrize(
     "draw",
@@ -178,7 +231,7 @@ def test_what_is_forbidden_comes_last_and_draws_no_noise(
             drawn.clear()
             naive = known[np.argsort(-sums, kind="stable")[:k]]
             assert best(row, draw, position, k).tolist() == naive.tolist()
-            assert max(drawn) <= allowed
+            assert max(drawn, default=0) <= allowed
 
 
 def test_words_below_the_bar_make_no_large_noise() -> None:

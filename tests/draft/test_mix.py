@@ -163,7 +163,7 @@ def test_drafts_in_vain_do_not_make_auto_look_more_often(monkeypatch: pytest.Mon
     bench = Bench(pages=400, cost={1: 1.0, 64: 6.0})
     [sequence] = bench.run(some_prompts(2, 1), registry.build("auto"), params)
     assert sequence.counts.drafts > 3
-    assert len(looks) < 100  # 12 in a row, then one in four, then one in eight
+    assert len(looks) < 60  # 16 in a row, then one in eight, then one in sixteen
 
 
 def test_chances_of_many_signs_are_those_of_each() -> None:

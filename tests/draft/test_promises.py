@@ -50,7 +50,7 @@ def test_nobody_asked_for_long_is_asked_again() -> None:
         forecast.learn([0.0] * len(PROMISES))
         forecast.settle(1.0, 0)
     low = sum(forecast.believed(forecast.gains))
-    forecast.fade(250)
+    forecast.fade(400)
     assert low < 0.05
     assert sum(forecast.believed(forecast.gains)) > 0.8 * sum(PROMISES)
 

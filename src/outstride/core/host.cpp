@@ -15,6 +15,8 @@
 #include <limits>
 #include <vector>
 
+#include "noise.h"
+
 namespace {
 
 // An array that Python lends for the time of a call.
@@ -406,10 +408,88 @@ PyObject* paths(PyObject*, PyObject* args) {
   return lists;
 }
 
+// --- noise: see core/sampling.py ------------------------------------------------------------------------
+
+// noise(seed, index, purpose, positions, tokens, out): the noise of each token at its position, or of
+// all of them at one.
+PyObject* noise(PyObject*, PyObject* args) {
+  unsigned long long seed;
+  long long index;
+  int purpose;
+  PyObject* arrays[3];
+  if (!PyArg_ParseTuple(args, "KLiOOO", &seed, &index, &purpose, &arrays[0], &arrays[1], &arrays[2]))
+    return nullptr;
+  Lent lent[2], out;
+  if (!lent[0].take(arrays[0], "lq") || !lent[1].take(arrays[1], "lq") || !out.take(arrays[2], true))
+    return nullptr;
+  const Py_ssize_t count = lent[1].count<int64_t>(), places = lent[0].count<int64_t>();
+  if ((places != count && places != 1) || out.count<float>() != count)
+    return refuse("positions or room for noise that do not fit the tokens");
+  const int64_t *positions = lent[0].as<const int64_t>(), *tokens = lent[1].as<const int64_t>();
+  uint32_t words[4];
+  for (Py_ssize_t i = 0; i < count; i++) {
+    const int64_t block = tokens[i] >> 2, position = positions[places == 1 ? 0 : i];
+    const bool same = i && block == tokens[i - 1] >> 2 && (places == 1 || position == positions[i - 1]);
+    if (!same)
+      philox((uint32_t)block, (uint32_t)position, (uint32_t)index, (uint32_t)purpose, seed, words);
+    out.as<float>()[i] = noise_of(words[tokens[i] & 3]);
+  }
+  Py_RETURN_NONE;
+}
+
+// drawn(row, seed, index, purpose, position, warmth, bar, k): the tokens with the k largest sums of
+// logit and noise, best first; of equals, the lowest. Those below `bar` are left out; those that are
+// forbidden come last.
+PyObject* drawn(PyObject*, PyObject* args) {
+  PyObject* array;
+  unsigned long long seed;
+  long long index, position;
+  int purpose, k;
+  float warmth, bar;
+  if (!PyArg_ParseTuple(args, "OKLiLffi", &array, &seed, &index, &purpose, &position, &warmth, &bar, &k))
+    return nullptr;
+  Lent row;
+  if (!row.take(array, "f")) return nullptr;
+  if (k < 1 || !(warmth > 0.0f)) return refuse("a draw takes at least one token and a temperature");
+  const Py_ssize_t count = row.count<float>();
+  std::vector<Best> best;
+  std::vector<int32_t> forbidden;
+  uint32_t words[4];
+  int64_t block = -1;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    const float x = warmth == 1.0f ? row.as<const float>()[i] : row.as<const float>()[i] / warmth;
+    if (!(x >= bar)) continue;
+    if (x == -INFINITY) {
+      if ((int)forbidden.size() < k) forbidden.push_back((int32_t)i);
+      continue;
+    }
+    const bool full = (int)best.size() == k;
+    if (full && x + MAX_NOISE < best.back().value) continue;
+    if (block != i >> 2) {
+      block = i >> 2;
+      philox((uint32_t)block, (uint32_t)position, (uint32_t)index, (uint32_t)purpose, seed, words);
+    }
+    const uint32_t word = words[i & 3];
+    if (full && x + most_noise(word) < best.back().value) continue;
+    const Best mine = {x + noise_of(word), (int32_t)i};
+    if (full && !(mine.value > best.back().value)) continue;  // tokens come in rising order
+    if (full) best.pop_back();
+    const auto lower = [](const Best& one, const Best& other) { return one.value > other.value; };
+    best.insert(std::upper_bound(best.begin(), best.end(), mine, lower), mine);
+  }
+  for (size_t i = 0; i < forbidden.size() && (int)best.size() < k; i++) best.push_back({-INFINITY, forbidden[i]});
+  PyObject* found = PyList_New((Py_ssize_t)best.size());
+  for (size_t i = 0; found && i < best.size(); i++)
+    PyList_SET_ITEM(found, (Py_ssize_t)i, PyLong_FromLong(best[i].token));
+  return found;
+}
+
 PyMethodDef METHODS[] = {
     {"address", address, METH_O, "Where the numbers of an array lie."},
+    {"drawn", drawn, METH_VARARGS, "The tokens that are drawn from a row of logits."},
     {"keys", (PyCFunction)(void (*)(void))keys, METH_FASTCALL, "Lays out the keys of a span."},
     {"merge", merge, METH_VARARGS, "Merges what threads found."},
+    {"noise", noise, METH_VARARGS, "The noise of tokens at positions."},
     {"paths", paths, METH_VARARGS, "The likeliest paths through candidates."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -17,10 +17,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from types import ModuleType
 
 import numpy as np
 
 from outstride.core.graph import BoolArray, FloatArray, IntArray
+from outstride.core.host import library
 
 
 class Purpose(IntEnum):
@@ -227,8 +229,14 @@ def exponential(words: IntArray) -> FloatArray:
 
 
 def gumbel(draw: Draw, position: int | IntArray, tokens: IntArray) -> FloatArray:
-    """The noise of each token id at a position, or at one position for each row of them."""
-    return _noise(random_words(draw, position, tokens))
+    """The noise of each token id at a position, or at a position of its own."""
+    if (lib := library()) is None:
+        return _noise(random_words(draw, position, tokens))
+    ids = np.ascontiguousarray(tokens, dtype=np.int64)
+    at = np.ascontiguousarray(position, dtype=np.int64)
+    found = np.empty(ids.shape, dtype=np.float32)
+    lib.noise(draw.seed, draw.index, int(draw.purpose), at, ids, found)
+    return found
 
 
 def _noise(words: IntArray) -> FloatArray:
@@ -324,6 +332,9 @@ def best(row: FloatArray, draw: Draw, position: int, k: int = 1) -> IntArray:
     """
     if draw.temperature == 0.0:
         return np.asarray([np.argmax(row)]) if k == 1 else _largest(row, k)
+    ranked = 0 < draw.top_k < len(row) or draw.top_p < 1.0
+    if not ranked and (lib := library()) is not None:
+        return _drawn(lib, row, draw, position, k)
     ids, x = admitted(row, draw)
     forbidden = ids[:0]
     if np.isneginf(x.min()):  # they come last whatever their noise, so they need none
@@ -341,6 +352,16 @@ def best(row: FloatArray, draw: Draw, position: int, k: int = 1) -> IntArray:
         words = random_words(draw, position, ids)
     found = ids[_descending(x + _noise(words))[:k]]
     return np.concatenate((found, forbidden[: k - len(found)]))
+
+
+def _drawn(lib: ModuleType, row: FloatArray, draw: Draw, position: int, k: int) -> IntArray:
+    """The same in compiled code, where no filter goes by rank."""
+    warmth, bar = np.float32(draw.temperature), np.float32(-np.inf)
+    if draw.min_p > 0.0:
+        bar = row.max() / warmth + np.float32(np.log(draw.min_p))
+    whole = np.ascontiguousarray(row, dtype=np.float32)
+    key = draw.seed, draw.index, int(draw.purpose), position
+    return np.asarray(lib.drawn(whole, *key, warmth, bar, k), dtype=np.int64)
 
 
 def logprobs(row: FloatArray, tokens: Sequence[int], top: int) -> list[tuple[int, float]]:

@@ -29,9 +29,9 @@ class Auto(Mix):
     """
 
     weighed = True
-    PATIENCE = 12
+    PATIENCE = 16
     """After so many steps in which nothing paid, it looks only now and then."""
-    SELDOM = 4
+    SELDOM = 8
     """Once in so many steps, and half as often after four times as many of them."""
     CROWD = 8
     """With twice as many sequences, patience is a quarter as long, and so are looks as many."""

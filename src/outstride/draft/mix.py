@@ -19,7 +19,7 @@ from outstride.registry import method
 
 LEAST = 0.01
 """Nodes that are expected to hold less often are not worth a thought."""
-SAMPLED = 0.6
+SAMPLED = 0.8
 """So much is believed of a trained part's promises where tokens are drawn: there is less to guess."""
 
 

@@ -42,7 +42,7 @@ class Kept:
     What a single sequence has seen rests on what everybody has (`base`).
     """
 
-    MEMORY, KEEP, FIRST, MOST, COMMON = 0.96, 0.985, 10.0, 1.0, 1.0
+    MEMORY, KEEP, FIRST, MOST, COMMON = 0.98, 0.985, 10.0, 1.0, 1.0
     """What is left of old steps after a new one, and after one without a draft; how many promised
     tokens the first word counts as; the most that is believed; and how much of the first word is what
     everybody has seen."""
@@ -90,7 +90,7 @@ class Forecast(Kept):
     vain for some steps costs less than never to ask.
     """
 
-    QUICK, FADE, FIRST, COMMON = 0.15, 0.02, 4.0, 0.5
+    QUICK, FADE, FIRST, COMMON = 0.15, 0.01, 4.0, 0.7
 
     def __init__(self, base: Forecast | None = None, share: float = 1.0) -> None:
         super().__init__(base, share)
@@ -115,7 +115,7 @@ class Chains(Kept):
     That is more or less from step to step, so it is a mean over many.
     """
 
-    FIRST, COMMON = 4.0, 0.5
+    MEMORY, FIRST, COMMON = 0.96, 4.0, 0.5
 
     def gains(self, depth: int) -> tuple[float, ...]:
         """What the nodes of a chain promise."""
