@@ -143,7 +143,8 @@ def test_one_message_per_pass_for_everybody(engine: Engine) -> None:
     found = engine.until_done(0, 1, 2, 3)
     passes = sum(len(news) for news in found.values())
     assert passes >= 4 * 30 - 4
-    assert engine.messages <= 30 + 8  # and not four times as many
+    # Not four times as many; on a busy machine they do not all begin at the same pass.
+    assert engine.messages <= engine.llm.engine.ledger.steps + 4
 
 
 def test_who_does_not_watch_hears_of_the_end_alone(engine: Engine) -> None:
