@@ -16,7 +16,6 @@ import hashlib
 import importlib
 import pickle
 import random
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,6 +40,8 @@ from outstride.llm import LLM
 CURVE = {1: 5.4, 2: 6.25, 4: 6.9, 8: 8.4, 9: 8.9, 16: 12.4, 17: 12.6, 32: 20.0, 64: 38.0}
 LOOK, ASK, AFTER = 0.2, 1.7, 0.1
 """What a look costs that leads to no draft; a question to the part; the step behind a draft."""
+ORDERS = 4
+"""So often all are replayed, each time in another order."""
 
 
 @dataclass
@@ -80,7 +81,8 @@ def written(llm: LLM, args: argparse.Namespace, part: str) -> list[Answer]:
     """All answers, from the file if they were written before."""
     listed = prompt_files.spread(prompt_files.read_prompts(args.prompts), args.limit)
     key = f"{llm.fingerprint} {args.temperature} {[p.text for p in listed]}"
-    kept = Path(tempfile.gettempdir()) / f"replay-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    name = hashlib.sha256(key.encode()).hexdigest()[:16]
+    kept = Path.home() / ".cache" / "outstride" / "replay" / name
     if kept.exists():
         found: list[Answer] = pickle.loads(kept.read_bytes())
         return found
@@ -95,6 +97,7 @@ def written(llm: LLM, args: argparse.Namespace, part: str) -> list[Answer]:
         answers.append(Answer(prompt.group, prompt_ids, said, params, asking.heard))
         print(f"\rwritten {number} of {len(listed)}", end="", flush=True)
     print()
+    kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_bytes(pickle.dumps(answers))
     return answers
 
@@ -139,7 +142,10 @@ class Seen:
 
 
 def weighed(demand: Demand, cost: Cost) -> tuple[int, bool, tuple[float, ...]]:
-    """How many nodes a lone sequence is granted, whether it asks, and what nodes have to promise."""
+    """How many nodes a lone sequence is granted, whether it asks, and what nodes have to promise.
+
+    What `Scheduler` works out for a whole batch.
+    """
     curve = cost.curve(129)
 
     def worth(gains: tuple[float, ...], kind: Drafts) -> tuple[float, int]:
@@ -235,11 +241,11 @@ def constants(given: list[str]) -> Iterator[None]:
         setattr(holder, name, before) if own else delattr(holder, name)
 
 
-def told(title: str, answers: list[Answer], part: str, graft: Any, orders: int) -> None:
+def told(title: str, answers: list[Answer], part: str, graft: Any) -> None:
     """Prints what comes of it; what is learnt depends on who comes first, so in several orders."""
     ratios: dict[str, list[float]] = {}
     did = dict.fromkeys(("passes", "looks", "asked", "nodes", "held"), 0)
-    for order in range(orders):
+    for order in range(ORDERS):
         shuffled = [answer for answer in answers if len(answer.said) > 1]
         random.Random(order).shuffle(shuffled)
         auto, cost = Auto(from_=part), Cost({n: t * 1e-3 for n, t in CURVE.items()}, frozen=True)
@@ -250,7 +256,7 @@ def told(title: str, answers: list[Answer], part: str, graft: Any, orders: int) 
     means = {group: sum(found) / len(found) for group, found in sorted(ratios.items())}
     print(f"{title}: {sum(means.values()) / len(means):.3f} times plain")
     print("  " + ", ".join(f"{group} {mean:.3f}" for group, mean in means.items()))
-    print("  " + ", ".join(f"{count / orders:.0f} {name}" for name, count in did.items()))
+    print("  " + ", ".join(f"{count / ORDERS:.0f} {name}" for name, count in did.items()))
 
 
 def main() -> None:
@@ -259,16 +265,15 @@ def main() -> None:
     parser.add_argument("constants", nargs="*", help="Class.NAME=value of auto, mix or promises")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--limit", type=int)
-    parser.add_argument("--orders", type=int, default=4, help="how often all are replayed")
     args = parser.parse_intermixed_args()
     with LLM("smollm2") as llm:
         llm.chat([[{"role": "user", "content": "hi"}]], SamplingParams(max_tokens=2), method="auto")
         [(part, graft)] = llm.engine.passes.setting.grafts.items()
         answers = written(llm, args, part)
-        told("as it is", answers, part, graft, args.orders)
+        told("as it is", answers, part, graft)
         if args.constants:
             with constants(args.constants):
-                told(" ".join(args.constants), answers, part, graft, args.orders)
+                told(" ".join(args.constants), answers, part, graft)
 
 
 if __name__ == "__main__":

@@ -197,6 +197,15 @@ def test_of_equal_sums_the_lowest_token_comes_first() -> None:
 
 
 @pytest.mark.usefixtures("way")
+def test_what_is_no_number_comes_last() -> None:
+    """Only a broken model says such things; whoever asks gets a token all the same."""
+    row = np.asarray([np.nan, 1.0, np.nan, 9.0], dtype=np.float32)
+    draw = Draw(temperature=0.5, seed=2)
+    assert best(row, draw, 0, 4).tolist() == [3, 1, 0, 2]
+    assert best(np.full(9, np.nan, dtype=np.float32), draw, 0, 1).tolist() == [0]
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("allowed", [0, 1, 3, 40, 900, 1000])
 @pytest.mark.parametrize(
     "draw",

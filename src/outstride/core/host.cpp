@@ -458,8 +458,8 @@ PyObject* drawn(PyObject*, PyObject* args) {
   int64_t block = -1;
   for (Py_ssize_t i = 0; i < count; i++) {
     const float x = warmth == 1.0f ? row.as<const float>()[i] : row.as<const float>()[i] / warmth;
-    if (!(x >= bar)) continue;
-    if (x == -INFINITY) {
+    if (bar > -INFINITY && !(x >= bar)) continue;
+    if (!(x > -INFINITY)) {  // or no number at all, which a broken model says
       if ((int)forbidden.size() < k) forbidden.push_back((int32_t)i);
       continue;
     }
@@ -477,7 +477,8 @@ PyObject* drawn(PyObject*, PyObject* args) {
     const auto lower = [](const Best& one, const Best& other) { return one.value > other.value; };
     best.insert(std::upper_bound(best.begin(), best.end(), mine, lower), mine);
   }
-  for (size_t i = 0; i < forbidden.size() && (int)best.size() < k; i++) best.push_back({-INFINITY, forbidden[i]});
+  for (size_t i = 0; i < forbidden.size() && (int)best.size() < k; i++)
+    best.push_back({-INFINITY, forbidden[i]});
   PyObject* found = PyList_New((Py_ssize_t)best.size());
   for (size_t i = 0; found && i < best.size(); i++)
     PyList_SET_ITEM(found, (Py_ssize_t)i, PyLong_FromLong(best[i].token));

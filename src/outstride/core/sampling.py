@@ -337,7 +337,7 @@ def best(row: FloatArray, draw: Draw, position: int, k: int = 1) -> IntArray:
         return _drawn(lib, row, draw, position, k)
     ids, x = admitted(row, draw)
     forbidden = ids[:0]
-    if np.isneginf(x.min()):  # they come last whatever their noise, so they need none
+    if not x.min() > -np.inf:  # they come last whatever their noise, so they need none
         allowed = x > -np.inf
         forbidden, ids, x = ids[~allowed], ids[allowed], x[allowed]
     if len(ids) > 4 * k:  # a first bid: whoever cannot beat it even with the largest noise is out
