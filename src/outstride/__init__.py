@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from outstride.core.contracts import Exactness
 from outstride.core.params import SamplingParams
-from outstride.core.shape import Shape
+from outstride.core.structured_output import OutputFormat
 from outstride.errors import OutstrideError
 from outstride.results import Chunk, Completion, Result, Stats
 
@@ -21,10 +21,10 @@ __all__ = [
     "Chunk",
     "Completion",
     "Exactness",
+    "OutputFormat",
     "OutstrideError",
     "Result",
     "SamplingParams",
-    "Shape",
     "Stats",
     "__version__",
 ]

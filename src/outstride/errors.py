@@ -1,21 +1,21 @@
-"""Every error that Outstride raises on purpose.
+"""All errors that Outstride raises deliberately.
 
 OutstrideError
-├── ModelError                the model cannot be had
+├── ModelError                the model cannot be loaded
 │   ├── ModelNotFound         no such file, folder, alias or hub id
 │   ├── UnsupportedModel      an architecture or format that is not implemented
 │   ├── CorruptModel          cut-off file, missing or unused tensors, wrong checksum
-│   └── DownloadFailed        the network gave out; trying again resumes
-├── RequestError              one request is wrong; others are not touched
+│   └── DownloadFailed        the network failed; another attempt resumes
+├── RequestError              one request is wrong; others are not affected
 │   ├── InvalidParams         a sampling value out of range
 │   ├── InvalidPrompt         empty, or longer than the context
 │   ├── InvalidGrammar        a schema or grammar that cannot be read or followed
 │   ├── UnknownMethod         no method of that name, or an option it does not have
-│   ├── VocabularyMismatch    a draft model that speaks another vocabulary
+│   ├── VocabularyMismatch    a draft model with another vocabulary
 │   └── OutOfMemory           the request alone needs more cache than there is
-├── InvalidData               words or a trained part that cannot be read, or belong to another model
+├── InvalidData               a corpus or draft head that is damaged or of another model
 ├── MethodFailed              a drafter or acceptor raised; only its own request ends
-└── IntegrityError            the cache contradicts itself: a bug, please report it
+└── IntegrityError            the KV cache is inconsistent: a bug, please report it
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class ModelError(OutstrideError):
 
 
 class ModelNotFound(ModelError):
-    """Nothing of that name exists here or where it was looked for."""
+    """No file, folder, alias or hub id of that name exists."""
 
 
 class UnsupportedModel(ModelError):
-    """The file is sound, but its architecture or format is not implemented."""
+    """The file is valid, but its architecture or format is not implemented."""
 
 
 class CorruptModel(ModelError):
-    """The file is cut off, does not match its checksum, or lacks or has unknown tensors."""
+    """The file is truncated, fails its checksum, or has missing or unknown tensors."""
 
 
 class DownloadFailed(ModelError):
-    """A download broke off; what arrived is kept and the next attempt resumes."""
+    """A download failed; the part that arrived is kept, and the next attempt resumes."""
 
 
 class RequestError(OutstrideError, ValueError):
-    """One request cannot be served as it was given."""
+    """One request cannot be served as it is."""
 
 
 class InvalidParams(RequestError):
@@ -58,7 +58,7 @@ class InvalidPrompt(RequestError):
 
 
 class InvalidGrammar(RequestError):
-    """A schema, a regular expression or a grammar cannot be read, or asks for what is not supported."""
+    """A schema, a regular expression or a grammar cannot be read, or is not supported."""
 
 
 class UnknownMethod(RequestError):
@@ -70,16 +70,16 @@ class VocabularyMismatch(RequestError):
 
 
 class OutOfMemory(RequestError):
-    """Even alone the request would need more cache pages than the engine has."""
+    """The request alone needs more KV pages than the engine has."""
 
 
 class InvalidData(OutstrideError):
-    """Training data, a checkpoint or a trained part is damaged, or belongs to another model."""
+    """Training data, a checkpoint or a draft head is damaged, or belongs to another model."""
 
 
 class MethodFailed(OutstrideError):
-    """A drafter or an acceptor raised an exception; its request ended with it."""
+    """A drafter or an acceptor raised an exception; only its own request ended."""
 
 
 class IntegrityError(OutstrideError):
-    """The cache contradicts itself."""
+    """The KV cache is inconsistent. This is a bug: please report it."""

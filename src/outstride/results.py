@@ -1,4 +1,4 @@
-"""What a request returns: `Result`, its `Completion`s, and the `Chunk`s of a stream."""
+"""The results of a request: `Result`, its `Completion`s, and the `Chunk`s of a stream."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from outstride.core.sequence import Counts, Provenance, Sequence
+from outstride.core.sequence import Provenance, Sequence, SequenceCounts
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, its log-probability under the raw logits, and the likeliest tokens beside it."""
+    """A token, its log-probability under the raw logits, and the most likely tokens."""
 
     token_id: int
     logprob: float
@@ -21,7 +21,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What an answer cost. `tokens_per_pass` counts the passes that emitted at least one token."""
+    """What an answer cost. `tokens_per_pass` counts the passes that emitted at least one token.
+
+    prompt_passes: passes that only prefilled; other_passes: passes of draft models and heads.
+    proposed, accepted: drafted tokens; nodes: all nodes of the target's passes.
+    reused: prompt tokens found in the prefix cache.
+    seconds, first_token_seconds: latency, and time to first token (TTFT).
+    """
 
     passes: int = 0
     prompt_passes: int = 0
@@ -33,26 +39,26 @@ class Stats:
     reused: int = 0
     preempted: int = 0
     drafts: int = 0
-    """Passes in which something was drafted; in the others it was not worth it, or not possible."""
+    """Passes in which something was drafted."""
     expected: float = 0.0
-    """Accepted tokens that `auto` expected of what it drafted."""
+    """Accepted tokens that `auto` expected from its drafts."""
     sources: dict[str, int] = field(default_factory=dict)
     """Accepted tokens by drafter."""
     seconds: float = 0.0
     first_token_seconds: float = 0.0
 
     @classmethod
-    def of(cls, counts: Counts, seconds: float, first: float) -> Stats:
-        values = {name: getattr(counts, name) for name in Counts.__slots__}
+    def of(cls, counts: SequenceCounts, seconds: float, first: float) -> Stats:
+        values = {name: getattr(counts, name) for name in SequenceCounts.__slots__}
         return cls(**values, seconds=seconds, first_token_seconds=first)
 
     @classmethod
     def total(cls, parts: Iterable[Completion]) -> Stats:
-        """The counts of several answers that ran side by side; seconds are those of the slowest."""
+        """The total of answers that ran at the same time; seconds are those of the slowest one."""
         stats = [part.stats for part in parts]
         values: dict[str, Any] = {
             name: sum(getattr(s, name) for s in stats)
-            for name in Counts.__slots__
+            for name in SequenceCounts.__slots__
             if name != "sources"
         }
         sources = sum((Counter(s.sources) for s in stats), Counter[str]())
@@ -80,7 +86,7 @@ class Stats:
 
 @dataclass(slots=True)
 class Completion:
-    """One answer."""
+    """One answer to a prompt."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -99,9 +105,9 @@ class Completion:
 
 @dataclass(slots=True)
 class Result:
-    """The answers to one prompt. `text`, `token_ids` and so on are those of the first.
+    """The answers to one prompt. `text`, `token_ids` and so on are those of the first answer.
 
-    `error` says why there is none; a list of prompts goes on without the one that failed.
+    `error` is the reason why there is none. Other prompts of the same list are not affected.
     """
 
     prompt_token_ids: list[int]
@@ -155,7 +161,7 @@ class Result:
 
 @dataclass(slots=True)
 class Chunk:
-    """A piece of a stream: what one pass added to one answer.
+    """One chunk of a stream: what one pass added to one answer.
 
     The last chunk of an answer has its `completion`; the trace covers the chunk's own tokens.
     """
@@ -166,7 +172,7 @@ class Chunk:
     trace: list[Provenance] | None = None
     completion: Completion | None = None
     canvas: dict[int, int] | None = None
-    """What stands beyond gaps, by place in the answer, for streams that asked for it."""
+    """Tokens beyond gaps, by position in the answer, for streams with `canvas`."""
 
     def __bool__(self) -> bool:
         return bool(self.text or self.token_ids or self.completion)
@@ -178,7 +184,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A text whose holes were filled in; `holes` are what was put into them."""
+    """A text whose gaps are filled in; `holes` has the text of each gap."""
 
     text: str
     holes: list[str]
@@ -193,10 +199,10 @@ def _logprob(row: tuple[tuple[int, float], ...]) -> TokenLogprob:
 def completion_of(
     sequence: Sequence, text: str, seconds: float, first: float, *, trace: bool
 ) -> Completion:
-    """The answer that a finished sequence gave."""
+    """The completion of a finished sequence."""
     logprobs = None
     if sequence.params.logprobs is not None:
-        end = len(sequence.tokens)  # a masked model may have settled more, behind the end
+        end = len(sequence.tokens)  # a masked model may have settled tokens after the end
         rows = sorted(sequence.logprobs.items())
         logprobs = [_logprob(row) for position, row in rows if position < end]
     return Completion(
@@ -213,7 +219,7 @@ def completion_of(
 
 
 def prompt_logprobs_of(sequence: Sequence) -> list[TokenLogprob | None] | None:
-    """One entry per prompt token; the first has nothing before it and so no probability."""
+    """One item per prompt token; None for the first, which no token precedes."""
     if sequence.params.prompt_logprobs is None:
         return None
     rows = sequence.prompt_logprobs

@@ -1,9 +1,9 @@
-"""`PagePool`: who owns which page of one model's cache.
+"""`PagePool`: the pages of one model's KV cache, and which block tables hold them.
 
-A page holds `page_size` entries. Tables (one per sequence) list pages; full pages of settled tokens
-are also known to the prefix tree. A page is written only by the one table that owns it alone, so a
-fork or a prefix hit copies nothing until somebody writes. The pool moves no data: it returns the
-moves that the model must make.
+A page has `page_size` slots. Each sequence has a block table that lists its pages; full pages of
+settled tokens are also in the prefix tree. A page is written only while a single table holds it, so
+a fork or a prefix hit copies nothing until one of the holders writes. The pool moves no data: it
+returns the moves that the model must make.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 
 from outstride.cache.prefix import PrefixTree
 from outstride.core.graph import IntArray
-from outstride.core.sequence import Table
+from outstride.core.sequence import BlockTable
 from outstride.errors import IntegrityError
 
 
 @dataclass(slots=True)
 class Moves:
-    """Entries to copy: all sources are read before any target is written."""
+    """Slots whose KV is to be copied: all sources are read before any target is written."""
 
     sources: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Moves:
 
 
 STAY = Moves()
-"""Nothing to copy. Shared: nobody adds to it."""
+"""Nothing to copy. Shared: do not add to it."""
 
 
 class PagePool:
@@ -59,16 +59,17 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """How many entries fit in all."""
+        """The number of slots."""
         return self.pages * self.page_size
 
     @property
     def available(self) -> int:
-        """Pages that are free or can be made free."""
+        """Pages that are free, or that can be freed because only the prefix tree holds them."""
         return len(self._free) + self._idle
 
-    def pages_for(self, entries: int) -> int:
-        return -(-entries // self.page_size)
+    def pages_for(self, slots: int) -> int:
+        """How many pages this many slots need."""
+        return -(-slots // self.page_size)
 
     def _hold(self, page: int) -> None:
         if self._refs[page] == 1 and page in self._tree:
@@ -104,15 +105,15 @@ class PagePool:
         block: int | None = None,
         *,
         reuse: bool = True,
-    ) -> Table:
-        """A table that starts with whatever prefix is cached; the last token is never part of it.
+    ) -> BlockTable:
+        """A table that starts with the longest cached prefix; the last token is never part of it.
 
-        What was read in blocks is of no use to who reads causally, nor the other way round.
+        KV that was computed with block attention is not shared with causal attention, nor the other
+        way round.
         """
-        table = Table()
+        table = BlockTable()
         if reuse and (block is None or block < len(tokens)):
-            most = len(tokens) - 1
-            pages = self._tree.match(tokens, most, (salt, block))
+            pages = self._tree.match(tokens, len(tokens) - 1, (salt, block))
             while pages and block and len(pages) * self.page_size % block:
                 pages.pop()
             for page in pages:
@@ -124,12 +125,15 @@ class PagePool:
             self.hits += len(table.positions)
         return table
 
-    def reserve(self, table: Table, nodes: int) -> Moves | None:
-        """Pages for `nodes` more entries, and the first of them writable; None if there are none."""
+    def reserve(self, table: BlockTable, nodes: int) -> Moves | None:
+        """Gives a table writable slots for `nodes` more nodes; None if there are too few pages.
+
+        A shared page that would be written is replaced by a copy: the moves say what to copy.
+        """
         used, size, pages = len(table.positions), self.page_size, table.pages
         last = used // size
         fits = used + nodes <= size * len(pages) and last == len(pages) - 1
-        if fits and self._refs[pages[last]] == 1:  # most often: the last page has room
+        if fits and self._refs[pages[last]] == 1:  # the common case: the last page has free slots
             return STAY
         need = self.pages_for(used + nodes) - len(pages)
         copies = [i for i in range(last, len(table.pages)) if self._refs[table.pages[i]] > 1]
@@ -138,60 +142,64 @@ class PagePool:
         moves = Moves()
         for i in copies:
             old, new = table.pages[i], self._take()
-            entries = min(self.page_size, len(table) - i * self.page_size)
-            moves.sources += [old * self.page_size + j for j in range(entries)]
-            moves.targets += [new * self.page_size + j for j in range(entries)]
+            used_slots = range(min(self.page_size, len(table) - i * self.page_size))
+            moves.sources += [old * self.page_size + j for j in used_slots]
+            moves.targets += [new * self.page_size + j for j in used_slots]
             table.pages[i] = new
+            table.renew()
             self._drop(old)
         for _ in range(need):
             table.pages.append(self._take())
         return moves
 
-    def slots(self, table: Table, nodes: int) -> IntArray:
-        """Where the entries of the next pass go: one slot per node, behind the table's own."""
+    def slots(self, table: BlockTable, nodes: int) -> IntArray:
+        """The slots for the KV of the next pass: one per node, after the table's own."""
         size, start = self.page_size, len(table)
         first, last = start // size, (start + nodes - 1) // size
         if first == last:
             begin = table.pages[first] * size + start % size
             return np.arange(begin, begin + nodes)
-        entries = np.arange(start, start + nodes)
+        places = np.arange(start, start + nodes)
         pages = np.asarray(table.pages[first : last + 1], dtype=np.int64)
-        return pages[entries // size - first] * size + entries % size
+        return pages[places // size - first] * size + places % size
 
-    def close_up(self, table: Table, nodes: Sequence[int]) -> Moves:
-        """Entries of some nodes of the last pass, in order, to where its leading nodes have theirs."""
+    def close_up(self, table: BlockTable, nodes: Sequence[int]) -> Moves:
+        """Moves the KV of some nodes of the last pass, in order, to the slots of its leading nodes."""
         slots = self.slots(table, nodes[-1] + 1).tolist()
         wrong = [(slots[node], slots[i]) for i, node in enumerate(nodes) if node != i]
         return Moves([source for source, _ in wrong], [target for _, target in wrong])
 
     def commit(
         self,
-        table: Table,
+        table: BlockTable,
         positions: IntArray,
         keep: Sequence[int],
         reuse: Sequence[int] = (),
     ) -> Moves:
-        """Keeps the entries of the given nodes of the last pass, in order, and drops the rest.
+        """Keeps the KV of the nodes `keep` of the last pass, in order, and drops the rest.
 
-        Stale entries stay behind the kept ones until a node at their position takes their place.
+        Stale KV stays after the kept one until a node at the same position replaces it.
         """
         size, old, kept = self.page_size, len(table), len(keep)
         if not table.stale and not reuse and (not kept or keep[-1] == kept - 1):
-            # The leading nodes, in order: they are where they belong.
+            # The leading nodes, in order: their KV is in the right slots already.
             places = positions[:kept].tolist()
             if kept and table.ordered:
                 table.ordered = places[0] == old and places == list(range(old, old + kept))
+                if not table.ordered:
+                    table.renew()
             table.positions += places
             if (len(table.pages) - 1) * size >= old + kept:
                 self._trim(table)
             return STAY
-        fresh = table.fresh
+        table.renew()
+        fresh = table.valid
         covered = {int(positions[i]) for i in (*keep, *reuse)}
         stale = [i for i in range(fresh, old) if table.positions[i] not in covered]
         order = [old + node for node in keep] + stale + [old + node for node in reuse]
 
-        def slot(entry: int) -> int:
-            return table.pages[entry // size] * size + entry % size
+        def slot(place: int) -> int:
+            return table.pages[place // size] * size + place % size
 
         moves = Moves()
         for target, source in enumerate(order, start=fresh):
@@ -209,18 +217,18 @@ class PagePool:
         self._trim(table)
         return moves
 
-    def _trim(self, table: Table) -> None:
+    def _trim(self, table: BlockTable) -> None:
         while len(table.pages) > self.pages_for(len(table)):
             self._drop(table.pages.pop())
         table.shared = min(table.shared, len(table.pages))
 
     def publish(
-        self, table: Table, tokens: Sequence[int], salt: str = "", block: int | None = None
+        self, table: BlockTable, tokens: Sequence[int], salt: str = "", block: int | None = None
     ) -> None:
-        """Files the table's full pages in the prefix tree, if they hold the tokens in order.
+        """Adds the table's full pages to the prefix tree, if they hold the tokens in order.
 
-        A page whose twin is in the tree already is given back for the twin, so whoever holds a page
-        of the tree holds all pages above it.
+        If the tree has a page with the same tokens already, the table takes that page and returns its
+        own. So a table that holds a page of the tree holds all pages above it.
         """
         full = min(len(table.positions) - table.stale, len(tokens)) // self.page_size
         if full <= table.shared or not table.ordered:
@@ -229,44 +237,46 @@ class PagePool:
             if i < table.shared:
                 continue
             if page == table.pages[i]:
-                self._refs[page] += 1  # the tree's own hold
+                self._refs[page] += 1  # the tree holds it, too
             else:
                 self._hold(page)
                 self._drop(table.pages[i])
                 table.pages[i] = page
+                table.renew()
         table.shared = full
 
-    def fork(self, table: Table, entries: int) -> Table:
-        """A table that shares the first `entries` entries of another."""
-        pages = table.pages[: self.pages_for(entries)]
+    def fork(self, table: BlockTable, cached: int) -> BlockTable:
+        """A table that shares the KV of the first `cached` tokens of another."""
+        pages = table.pages[: self.pages_for(cached)]
         for page in pages:
             self._hold(page)
-        return Table(
+        return BlockTable(
             pages=pages,
-            positions=table.positions[:entries],
+            positions=table.positions[:cached],
             ordered=table.ordered,
-            shared=min(table.shared, entries // self.page_size),
+            shared=min(table.shared, cached // self.page_size),
         )
 
-    def close(self, table: Table) -> None:
-        """Gives a table's pages back."""
+    def close(self, table: BlockTable) -> None:
+        """Returns a table's pages to the pool and empties the table."""
         for page in reversed(table.pages):
             self._drop(page)
         table.pages, table.positions, table.stale, table.shared = [], [], 0, 0
+        table.renew()
         table.ordered = True
 
     # --- integrity --------------------------------------------------------------------------------
 
-    def check_integrity(self, tables: Iterable[Table]) -> None:
+    def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         """Raises IntegrityError unless pages, tables and tree agree."""
         held: Counter[int] = Counter()
         for table in tables:
             if len(set(table.pages)) != len(table.pages):
                 raise IntegrityError(f"a table lists a page twice: {table.pages}")
             if self.pages_for(len(table)) > len(table.pages):
-                raise IntegrityError(f"{len(table)} entries in {len(table.pages)} pages")
+                raise IntegrityError(f"{len(table)} cached tokens in {len(table.pages)} pages")
             if not 0 <= table.stale <= len(table):
-                raise IntegrityError(f"{table.stale} of {len(table)} entries are stale")
+                raise IntegrityError(f"{table.stale} of {len(table)} cached tokens are stale")
             if len(set(table.positions)) != len(table.positions):
                 raise IntegrityError("a position is kept twice")
             held.update(table.pages)

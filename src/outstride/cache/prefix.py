@@ -1,4 +1,4 @@
-"""The prefix tree: full pages of settled tokens, found again by later requests."""
+"""The prefix tree: full pages of settled tokens, which later requests with the same prefix share."""
 
 from __future__ import annotations
 
@@ -10,104 +10,103 @@ from typing import TypeAlias
 
 
 @dataclass(eq=False, slots=True)
-class Leaf:
+class PrefixNode:
     """One page of the tree, below the page that precedes it."""
 
     page: int
     key: tuple[int, ...]
-    parent: Leaf | None
+    parent: PrefixNode | None
     used: int
-    children: dict[tuple[int, ...], Leaf] = field(default_factory=dict)
+    children: dict[tuple[int, ...], PrefixNode] = field(default_factory=dict)
 
 
 Key: TypeAlias = tuple[str, int | None]
-"""A salt, and in blocks of which size tokens were read (None: causally)."""
+"""The request's salt, and the block size of the attention pattern (None: causal)."""
 
 
 class PrefixTree:
-    """Maps runs of tokens, page by page, to pages that hold their entries.
+    """Maps runs of tokens, page by page, to the pages that hold their KV.
 
-    Each salt has a tree of its own, so tenants can neither hit nor time each other's prompts; and so
-    has each way of reading, for the same tokens have other entries when read in blocks.
+    Each salt has its own tree, so that tenants can neither hit nor time each other's prompts. So has
+    each attention pattern: the same tokens have other KV under block attention.
     """
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._roots: dict[Key, Leaf] = {}
-        self._leaves: dict[int, Leaf] = {}
-        self._oldest: list[tuple[int, int, Leaf]] = []
+        self._roots: dict[Key, PrefixNode] = {}
+        self._nodes: dict[int, PrefixNode] = {}
+        self._oldest: list[tuple[int, int, PrefixNode]] = []
         self._clock = itertools.count(1)
 
     def __contains__(self, page: int) -> bool:
-        return page in self._leaves
+        return page in self._nodes
 
     def __len__(self) -> int:
-        return len(self._leaves)
+        return len(self._nodes)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._leaves)
+        return iter(self._nodes)
 
-    def _root(self, key: Key) -> Leaf:
-        return self._roots.setdefault(key, Leaf(page=-1, key=(), parent=None, used=0))
+    def _root(self, key: Key) -> PrefixNode:
+        return self._roots.setdefault(key, PrefixNode(page=-1, key=(), parent=None, used=0))
 
-    def match(self, tokens: Sequence[int], most: int, key: Key) -> list[int]:
-        """Pages that hold the longest known prefix, of `most` tokens at the most."""
-        leaf, pages, size = self._root(key), [], self._page_size
-        for start in range(0, most - size + 1, size):
-            found = leaf.children.get(tuple(tokens[start : start + size]))
+    def match(self, tokens: Sequence[int], max_tokens: int, key: Key) -> list[int]:
+        """The pages of the longest cached prefix, of at most `max_tokens` tokens."""
+        node, pages, size = self._root(key), [], self._page_size
+        for start in range(0, max_tokens - size + 1, size):
+            found = node.children.get(tuple(tokens[start : start + size]))
             if found is None:
                 break
             self._touch(found)
             pages.append(found.page)
-            leaf = found
+            node = found
         return pages
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], key: Key) -> list[int]:
-        """Files a prefix of full pages; returns the page that the tree has for each of them.
+        """Adds a prefix of full pages; returns the page that the tree has for each of them.
 
-        Where another page already holds the same tokens, that one stays: equal prefixes have equal
-        entries.
+        A page that already holds the same tokens stays in the tree: equal prefixes have equal KV.
         """
-        leaf, filed, size = self._root(key), [], self._page_size
+        node, stored, size = self._root(key), [], self._page_size
         for i, page in enumerate(pages):
             run = tuple(tokens[i * size : (i + 1) * size])
-            child = leaf.children.get(run)
+            child = node.children.get(run)
             if child is None:
-                child = Leaf(page=page, key=run, parent=leaf, used=0)
-                leaf.children[run] = child
-                self._leaves[page] = child
+                child = PrefixNode(page=page, key=run, parent=node, used=0)
+                node.children[run] = child
+                self._nodes[page] = child
             self._touch(child)
-            filed.append(child.page)
-            leaf = child
-        return filed
+            stored.append(child.page)
+            node = child
+        return stored
 
-    def _touch(self, leaf: Leaf) -> None:
-        leaf.used = next(self._clock)
-        self._offer(leaf)
+    def _touch(self, node: PrefixNode) -> None:
+        node.used = next(self._clock)
+        self._offer(node)
 
-    def _offer(self, leaf: Leaf) -> None:
-        heapq.heappush(self._oldest, (leaf.used, leaf.page, leaf))
-        if len(self._oldest) > 64 + 8 * len(self._leaves):
-            self._oldest = [(x.used, x.page, x) for x in self._leaves.values()]
+    def _offer(self, node: PrefixNode) -> None:
+        heapq.heappush(self._oldest, (node.used, node.page, node))
+        if len(self._oldest) > 64 + 8 * len(self._nodes):
+            self._oldest = [(x.used, x.page, x) for x in self._nodes.values()]
             heapq.heapify(self._oldest)
 
     def released(self, page: int) -> None:
-        """No sequence uses a page any more: it may be evicted."""
-        if page in self._leaves:
-            self._offer(self._leaves[page])
+        """Notes that no sequence uses a page any more: it may be evicted."""
+        if page in self._nodes:
+            self._offer(self._nodes[page])
 
     def evict(self, idle: Callable[[int], bool]) -> int | None:
-        """Takes the least recently used page that is idle and has nothing below it."""
+        """Removes the least recently used idle page without pages below it; None if there is none."""
         while self._oldest:
-            used, page, leaf = heapq.heappop(self._oldest)
-            if self._leaves.get(page) is not leaf or leaf.used != used:
+            used, page, node = heapq.heappop(self._oldest)
+            if self._nodes.get(page) is not node or node.used != used:
                 continue
-            if leaf.children or not idle(page):
+            if node.children or not idle(page):
                 continue
-            del self._leaves[page]
-            parent = leaf.parent
+            del self._nodes[page]
+            parent = node.parent
             if parent is not None:
-                del parent.children[leaf.key]
+                del parent.children[node.key]
                 if parent.page >= 0:
                     self._offer(parent)
             return page

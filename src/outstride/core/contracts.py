@@ -1,172 +1,215 @@
-"""The contracts: what a drafter, an acceptor, a method and a model promise to the engine."""
+"""The contracts: what drafters, acceptors, methods, grammars and models give to the engine."""
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
+from outstride.core.block_table import BlockTable
+from outstride.core.draft_heads import DraftHead
+from outstride.core.draft_tree import DraftTree
 from outstride.core.graph import BoolArray, FloatArray, IntArray, NodeId, TokenGraph
-from outstride.core.guess import Guess
-from outstride.core.proposal import USUAL, Proposal, Scores, Verdict, Wants
-from outstride.core.sequence import Table, View
+from outstride.core.proposal import DEFAULT_WANTS, Proposal, Scores, Verdict, Wants
+from outstride.core.view import View
 
 Rounds: TypeAlias = Generator[Proposal, Scores, Proposal]
-"""Yields proposals for other models, is sent their scores, returns the one for the target."""
-Guessing: TypeAlias = Generator[Proposal, Scores, Guess]
-"""The same, with a tree of tokens at the end."""
+"""Yields proposals for other models, receives their scores, returns the proposal for the target."""
+DraftRounds: TypeAlias = Generator[Proposal, Scores, DraftTree]
+"""Yields proposals for other models, receives their scores, returns a draft tree."""
 
 
 class Exactness(enum.Enum):
-    """What a method promises about its text."""
+    """What a method guarantees about its text."""
 
     EXACT = "exact"
-    """Token for token what it is exact to (plain decoding unless it says otherwise)."""
+    """Token for token the text of plain decoding, or of the method that `Method.exact_to` names."""
     DISTRIBUTION = "distribution"
-    """Other tokens, the same distribution."""
+    """Other tokens, sampled from the same distribution."""
     LOSSY = "lossy"
     """May change the text; never chosen for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """How many nodes beyond the given ones a drafter could use, and what it expects of them.
+    """How many nodes beyond the given ones a drafter can use, and what it expects of them.
 
-    The plan grants at least `least` or delays the sequence, and at most `most`; `gain` is the
-    expected number of accepted tokens, by which scarce nodes are shared out. A drafter that leaves
-    its size to the plan says what it expects of each further node instead (`gains`, falling): it is
-    granted as many as are worth what they cost in the pass that is being planned. If it could ask a
-    trained part first, `asking` says what it would expect of each node then; the plan decides whether
-    that is worth a pass of the part. With `whole` the draft is then as long as `asking` in any case,
-    because what follows a draft of the same length can be known earlier. Settled tokens are read up to
-    the position `until`, where those behind it cannot go through the same pass. A drafter that rests
-    says for how many steps (`rest`), this one included: it is not asked before, nor told what came.
+    The plan grants at least `min_nodes` or delays the sequence, and at most `max_nodes`. `gain` is
+    the expected number of accepted tokens; scarce nodes go to the drafts with the best gain per node.
+
+    A drafter that leaves its size to the plan states the expected gain of each further node instead
+    (`gains`, falling). The plan grants as many nodes as are worth their cost in this pass. If the
+    drafter can run a draft head first, `gains_with_head` states the gains after that; the plan decides
+    whether they are worth a pass of the head. With `fixed_length` the draft is then as long as
+    `gains_with_head` in any case, because the step after a draft of constant length can be launched
+    earlier.
+
+    `prefill_until`: settled tokens are computed up to this position only; the ones after it cannot go
+    through the same pass. `skip_steps`: for how many steps, this one included, the drafter backs off;
+    until then the engine neither asks it for a demand nor calls `observe`. `prepared`: whatever the
+    drafter found out while it answered; the engine hands it back as `View.demand`.
     """
 
-    least: int = 0
-    most: int = 0
+    min_nodes: int = 0
+    max_nodes: int = 0
     gain: float = 0.0
     gains: tuple[float, ...] = ()
-    asking: tuple[float, ...] = ()
-    whole: bool = False
-    until: int | None = None
-    rest: int = 0
+    gains_with_head: tuple[float, ...] = ()
+    fixed_length: bool = False
+    prefill_until: int | None = None
+    skip_steps: int = 0
+    prepared: Any = None
 
 
 class Drafter:
-    """Guesses. Holds no state of a sequence: that is what `observe` returns."""
+    """Proposes tokens. It holds no state of a sequence: that is what `observe` returns.
+
+    A subclass overrides some of `demand`, `draft_tree`, `propose`, `draft_ahead` and `observe`. Which
+    ones is recorded when the class is defined (`has_demand` and so on), so that the engine skips calls
+    that would do nothing. Each of them answers without changing anything but what the drafter itself
+    remembers across requests.
+    """
 
     name: str
     models: tuple[str, ...] = ()
-    """The models, besides the target, that it asks."""
-    grafts: tuple[str, ...] = ()
-    """The trained parts of the target that it asks."""
-    part: str = ""
-    """The recipe that makes the parts which it can ask."""
-    part_of_draft: bool = False
-    """Whether its part belongs to the draft model and not to the target."""
-    wants: Wants = USUAL
-    """What it wants to learn from the target's pass, besides the tokens."""
-    weighed: bool = False
-    """Whether it leaves its size to the plan, which then needs to know what passes cost."""
-    tokens: tuple[int, ...] = ()
-    """Tokens that it puts into graphs because it was told to: they must be in the vocabulary."""
-    fills: tuple[str, ...] = ()
-    """The models that it has fill in masks, the target perhaps among them. Settled tokens are read
-    as such a model sees them; all other models read them causally."""
-    partial: bool = False
-    """Whether it leaves entries behind the prompt that some layers lack: nobody shares those."""
+    """The models, besides the target, that it runs."""
+    draft_heads: tuple[str, ...] = ()
+    """The draft heads of the target that it runs."""
+    head_kind: str = ""
+    """The training recipe of the draft heads that it can run."""
+    head_on_draft_model: bool = False
+    """Whether its draft head is attached to the draft model and not to the target."""
+    wants: Wants = DEFAULT_WANTS
+    """What it needs from the target's pass, besides the tokens."""
+    cost_aware: bool = False
+    """Whether it leaves its size to the plan, which then needs a measured cost of passes."""
+    input_tokens: tuple[int, ...] = ()
+    """Tokens that its options put into graphs; they must be in the vocabulary."""
+    masked_models: tuple[str, ...] = ()
+    """The models, perhaps including the target, that fill in masks for it. Such a model computes
+    settled tokens with its own attention pattern; all other models compute them causally."""
+    partial_kv: bool = False
+    """Whether it leaves KV after the prompt that some layers lack. That KV is never shared."""
 
-    def fits(self, vision: Vision, masking: Masking | None) -> str | None:
+    has_demand: ClassVar[bool] = False
+    """Whether it overrides `demand`. Set by `__init_subclass__`, like the flags below."""
+    own_tree: ClassVar[bool] = False
+    """Whether it overrides `draft_tree`."""
+    own_proposal: ClassVar[bool] = False
+    """Whether it overrides `propose`. If not, its proposal is its draft tree below the given nodes."""
+    drafts_ahead: ClassVar[bool] = False
+    """Whether it overrides `draft_ahead`."""
+    observes: ClassVar[bool] = False
+    """Whether it overrides `observe`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Records which methods a subclass overrides, itself or through its bases."""
+        super().__init_subclass__(**kwargs)
+        cls.has_demand = cls.demand is not Drafter.demand
+        cls.own_tree = cls.draft_tree is not Drafter.draft_tree
+        cls.own_proposal = cls.propose is not Drafter.propose
+        cls.drafts_ahead = cls.draft_ahead is not Drafter.draft_ahead
+        cls.observes = cls.observe is not Drafter.observe
+
+    def unsupported_reason(self, pattern: AttentionPattern, spec: MaskedSpec | None) -> str | None:
         """Why it cannot work with a target of this kind; None if it can."""
         return None
 
-    def entries(self, limit: int, vision: Vision) -> int:
-        """How many entries of the target's cache it may need at once, for this many tokens."""
+    def kv_needed(self, limit: int, pattern: AttentionPattern) -> int:
+        """The largest number of slots of the target's KV cache that `limit` tokens may need at once."""
         return limit
 
     @property
-    def trimmable(self) -> bool:
-        """Whether it proposes its guess and nothing else, so that parts of it may be left out."""
-        own = type(self)
-        return (
-            own.guess is not Drafter.guess
-            and own.propose is Drafter.propose
-            and own.ahead is Drafter.ahead
-        )
+    def prunable(self) -> bool:
+        """Whether it proposes its draft tree and nothing else, so that nodes of it may be left out.
+
+        A class whose own `propose` adds no nodes may declare `prunable = True`.
+        """
+        return self.own_tree and not (self.own_proposal or self.drafts_ahead)
 
     def demand(self, view: View) -> Demand:
-        """Asked before planning."""
+        """Called before planning. It must not change anything: a plan may be discarded."""
         return Demand()
 
-    def guess(self, view: View, room: int) -> Guessing:
-        """At most `room` tokens that may follow, as a tree.
+    def on_backoff(self, view: View, steps: int) -> None:
+        """Called once its demand to skip `steps` steps is granted: it may update its state."""
 
-        Drafters whose nodes are a plain tree of tokens implement this and nothing else; several of
-        them can be joined. One that only looks things up yields nothing.
+    @classmethod
+    def head_kinds(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """The kinds of draft head that it can use with these options, the default one first."""
+        return (cls.head_kind,)
+
+    def draft_tree(self, view: View, budget: int) -> DraftRounds:
+        """At most `budget` tokens that may follow, as a tree.
+
+        Drafters whose nodes are a plain tree of tokens implement this and nothing else; `mix` and
+        `auto` can join several of them. A drafter that runs no model yields nothing.
         """
         yield from ()
-        return Guess()
+        return DraftTree()
 
-    def propose(self, view: View, room: int) -> Rounds:
-        """The proposal for the target: `view.given()` and at most `room` further nodes.
+    def propose(self, view: View, budget: int) -> Rounds:
+        """The proposal for the target: `view.given()` and at most `budget` further nodes.
 
-        With no room (a prompt still being read) it returns the given nodes alone, but may use the
-        step to let its own model catch up. A drafter runs a model only by yielding to it; later
-        rounds of one step go on with the graph of earlier ones, or with survivors that see nobody
-        else of it, and only new nodes and new layers are computed.
+        This default builds the proposal from `draft_tree`; only drafters whose graph is no plain tree
+        override it. With budget 0 (the prompt is not prefilled yet) it returns the given nodes alone;
+        an override may use the step to prefill its own model. A drafter runs a model only by yielding
+        a proposal for it. Later rounds of one step continue the graph of earlier ones, or survivors of
+        it that see no other node; only new nodes and new layers are computed.
         """
-        guess = (yield from self.guess(view, room)) if room > 0 else Guess()
-        return guess.proposal(view, self.wants)
+        tree = (yield from self.draft_tree(view, budget)) if budget > 0 else DraftTree()
+        return tree.proposal(view, self.wants)
 
-    def ahead(self, view: View, proposal: Proposal) -> Generator[Proposal, Scores, Any] | None:
-        """Work for other models while the target scores; what it returns becomes the state."""
+    def draft_ahead(
+        self, view: View, proposal: Proposal
+    ) -> Generator[Proposal, Scores, Any] | None:
+        """Rounds of other models while the target runs; what they return becomes the state."""
         return None
 
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> Any:
-        """The new state, once the verdict is committed."""
+        """The new state, after the verdict is committed."""
         return view.state
 
 
 class Acceptor(ABC):
-    """Judges. Verifiers and unmaskers are both acceptors."""
+    """Decides what a pass settles. Verifiers and unmaskers are both acceptors."""
 
     name: str
 
     @abstractmethod
     def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
-        """What holds. The engine cuts it by stop rules and limits afterwards."""
+        """The verdict on one proposal. The engine then cuts it at stop rules and limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A drafter and an acceptor under a name, and what they promise together."""
+    """A drafter and an acceptor under a name, and what they guarantee together."""
 
     name: str
     drafter: Drafter
     acceptor: Acceptor
     exactness: Exactness
     exact_to: str = "plain"
-    """Whose text an exact method returns: for masked models it is that of a schedule."""
+    """Whose text an exact method returns; for masked models it is the text of a schedule."""
     spec: str = ""
     """As the user wrote it: `name` or `name:key=value,…`."""
 
 
 class Grammar(Protocol):
-    """What an answer may look like. Pure: drafts ask about paths that may never be taken."""
+    """The structured output of a request. Pure: drafts query paths that may never be taken."""
 
     def allowed(self, output: Sequence[int]) -> BoolArray | None:
-        """A mask over the vocabulary for the token behind this output; None for no limit."""
+        """A mask over the vocabulary for the token after this output; None: any token."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Vision:
-    """How a model sees its tokens: causally, in blocks, or all at once."""
+class AttentionPattern:
+    """How a model's tokens attend to each other: causally, in blocks, or all to all."""
 
     block: int | None = None
 
@@ -175,68 +218,37 @@ class Vision:
         return "causal" if self.block is None else f"block({self.block})"
 
 
-CAUSAL = Vision()
-FULL = Vision(block=1 << 30)
+CAUSAL = AttentionPattern()
+FULL = AttentionPattern(block=1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
-class Masking:
+class MaskedSpec:
     """How a model fills in masks.
 
-    token: the input that stands for a mask (a row of the vocabulary, or an extra one behind it).
-    block: how many positions of masks see each other; None: all that there are, a full canvas.
-    shifted: whether the node at position p - 1 scores position p, as in models that were once
-      autoregressive; else a mask scores its own place.
+    token: the input id of a mask (a row of the vocabulary, or an extra row after it).
+    block: how many mask positions see each other; None: all of them, a full canvas.
+    shifted: whether the node at position p - 1 scores position p, as in models that were trained
+      autoregressively first; otherwise a mask scores its own position.
     causal: whether the model may also be decoded autoregressively, with causal attention.
-    gated: whether a block in work goes through an adapter. What is settled is read without it, from
-      left to right: so a token beyond a gap stays in the block until there is none before it.
+    uses_adapter: whether the active block runs with a LoRA adapter. Settled tokens are computed
+      without it, from left to right: so a token beyond a gap stays in the block until the gap closes.
     """
 
     token: int
     block: int | None
     shifted: bool
     causal: bool
-    gated: bool = False
+    uses_adapter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Graft:
-    """A trained part that lives on a model: layers behind its own, with entries in the same slots.
+class TrainedFilter:
+    """A trained binary classifier of drafted or unmasked tokens: a network with one hidden layer.
 
-    After each pass over tokens, the model's states become the part's own entries for them, so that
-    what the model has read the part has read, whatever happened to the sequence since.
-
-    kind: the recipe that made it.
-    block: how many positions it guesses at once, the last settled token among them.
-    mask: the input that stands for an open position.
-    before, after: a correction by the token in front. A token's score behind another one is its logit
-      plus the product of their rows; `rows` says which row a token has in each.
-    swift: whether its operations find the likeliest chain themselves, and foresee that it is asked for:
-      then whoever drafts such chains alone waits for nothing.
-    chained: whether what it guesses builds on the token in front, so that it is asked level by level.
-    plane: where the states that it starts from stand in what the pages hold of a position.
-    ranks: how often its candidates were right, by depth and rank, where it gives no logits.
-    """
-
-    kind: str
-    block: int
-    mask: int
-    rows: IntArray
-    before: FloatArray
-    after: FloatArray
-    swift: bool = False
-    chained: bool = False
-    plane: tuple[int, int] = (0, 0)
-    ranks: FloatArray | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """A trained judge of guesses: a tiny network over what a pass shows of a mask.
-
-    kind: the recipe that made it.
-    inner, outer: the matrix [units, features] before the bend and the row [units] behind it.
-    threshold: the probability of staying that is enough, unless a request says otherwise.
+    kind: the recipe that trained it.
+    inner: [units, features], inner_bias: [units], outer: [units]: the network.
+    threshold: the probability from which on its answer is yes, unless a request says otherwise.
     """
 
     kind: str
@@ -246,96 +258,99 @@ class Filter:
     outer_bias: float
     threshold: float
     layer: int = 0
-    """Where it is shown states: the layer that they enter."""
+    """The layer whose input hidden states it reads, where it reads hidden states."""
 
-    def judged(self, shown: FloatArray) -> FloatArray:
-        """The probability of yes for each row that it is shown."""
-        inner = np.maximum(shown @ self.inner.T + self.inner_bias, 0.0)
+    def probability(self, features: FloatArray) -> FloatArray:
+        """The probability of yes, [rows], for feature rows [rows, features]."""
+        inner = np.maximum(features @ self.inner.T + self.inner_bias, 0.0)
         found: FloatArray = 1.0 / (1.0 + np.exp(-(inner @ self.outer + self.outer_bias)))
         return found
 
-    def of_states(self, states: FloatArray, *beside: float) -> FloatArray:
-        """The same for rows of hidden states, which are normalised first, and numbers beside them."""
-        x = np.nan_to_num(states, posinf=0.0, neginf=0.0).astype(np.float64)
+    def of_hidden_states(self, hidden: FloatArray, *extra: float) -> FloatArray:
+        """The probability of yes for rows of hidden states, [rows, hidden_size].
+
+        They are normalised first; `extra` features are appended to every row.
+        """
+        x = np.nan_to_num(hidden, posinf=0.0, neginf=0.0).astype(np.float64)
         x = x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + 1e-6)
-        return self.judged(np.concatenate([x, np.tile(beside, (len(x), 1))], axis=1))
+        return self.probability(np.concatenate([x, np.tile(extra, (len(x), 1))], axis=1))
 
 
 @dataclass(slots=True)
-class Work:
+class PassInput:
     """One sequence's part of a pass.
 
-    Nodes below `first` were computed in an earlier round of the same step; their entries are in
-    place. Node i of the graph has its cache entry in `slots[i]`.
+    Nodes below `first` were computed in an earlier round of the same step; their KV is in place. The
+    KV of node i of the graph belongs in `slots[i]`.
     """
 
     proposal: Proposal
-    table: Table
+    table: BlockTable
     slots: IntArray
     first: int = 0
 
 
-class Pending(Protocol):
-    """A pass under way, or ready to go."""
+class PendingPass(Protocol):
+    """A pass that runs, or that is ready to run."""
 
     def start(self) -> None:
-        """Begins it elsewhere, because somebody has work to do meanwhile."""
+        """Launches it in the background, because the caller has other work to do meanwhile."""
         ...
 
     def wait(self) -> list[Scores]:
-        """The scores, one per piece of work. A pass that was not started runs here and now."""
+        """The scores, one per `PassInput`. A pass that was not started runs in this call."""
         ...
 
 
 @dataclass(slots=True)
-class Done:
-    """A pass that is over."""
+class CompletedPass:
+    """A pass whose scores are there."""
 
     scores: list[Scores] = field(default_factory=list)
 
     def start(self) -> None:
-        """It is over."""
+        """Does nothing: the pass is complete."""
 
     def wait(self) -> list[Scores]:
         return self.scores
 
 
 class Model(Protocol):
-    """What the engine needs of a model. Models never decide."""
+    """What the engine needs of a model. A model computes scores; it never decides on tokens."""
 
     vocab_size: int
     layers: int
     context: int
-    vision: Vision
-    """How it sees tokens that are settled."""
-    masking: Masking | None
-    """How it fills in masks; None for models that only continue."""
+    attention_pattern: AttentionPattern
+    """How settled tokens attend to each other."""
+    masked_spec: MaskedSpec | None
+    """How it fills in masks; None for autoregressive models."""
     page_size: int
     pages: int
     fingerprint: str
-    grafts: dict[str, Graft]
-    """Trained parts by name."""
-    filters: dict[str, Filter]
-    """Trained judges of guesses by name."""
+    draft_heads: dict[str, DraftHead]
+    """Attached draft heads by name."""
+    filters: dict[str, TrainedFilter]
+    """Attached trained filters by name."""
 
-    def forward(self, work: Sequence[Work]) -> Pending:
-        """One pass over all graphs. Writes the cache entry of every new node to its slot."""
+    def forward(self, work: Sequence[PassInput]) -> PendingPass:
+        """One pass over all graphs. Writes the KV of every new node to its slot."""
         ...
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
-        """Copies cache entries between slots, all read before any is written."""
+        """Copies KV between slots; all sources are read before any target is written."""
         ...
 
-    def feature(self, table: Table, position: int) -> FloatArray:
-        """What is stored for trained drafters at a kept position."""
+    def feature(self, table: BlockTable, position: int) -> FloatArray:
+        """The auxiliary hidden states that are stored for draft heads at a kept position."""
         ...
 
 
-def agreeing(graph: TokenGraph, given: int, tokens: Sequence[int]) -> list[int]:
+def accepted_nodes(graph: TokenGraph, given: int, tokens: Sequence[int]) -> list[int]:
     """The nodes of a causal graph that lie on the settled path: the given ones, then matches.
 
-    The last settled token is left out, so that a model always has something to read: the node whose
-    scores say what comes next.
+    The last settled token is left out, so that the model always has one token to compute: the node
+    that scores the next position.
     """
     path = list(range(given))
     node: NodeId | None = NodeId(given - 1)

@@ -1,11 +1,12 @@
-"""`TokenGraph`: the nodes of one pass for one sequence, and who may see whom.
+"""`TokenGraph`: the nodes of one pass for one sequence, and which node attends to which.
 
-A node has an input, a logical position, a parent and a block. What it sees follows from that
-alone: everything the sequence has cached, its own block, and whatever its parent sees. A chain is
-a line of blocks of one; a masked block is one block of many; rivals are blocks with one parent.
+A node has an input, a logical position, a parent and a block. What it sees follows from these
+alone: everything the sequence has cached, its own block, and all that its parent sees. A chain is
+a line of blocks of one node; a masked block is one block of many nodes; alternatives are blocks with
+the same parent.
 
 Graphs are built by `chain`, `tree`, `block`, `alternatives` and `union` and joined with `grow`.
-Nothing else makes one, so masks, depths and paths are derived and never stated.
+Nothing else builds one, so masks, depths and paths are derived and never stated.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ BoolArray = npt.NDArray[np.bool_]
 NodeId = NewType("NodeId", int)
 """Index of a node in its graph. Never add one to a position."""
 Position = NewType("Position", int)
-"""Logical place of a token in its sequence, counted from the first prompt token."""
+"""Logical position of a token in its sequence, counted from the first prompt token."""
 TokenId = NewType("TokenId", int)
 """A row of the vocabulary; from `vocab_size` on, an extra embedding row of the model."""
 
 ROOT = NodeId(-1)
-"""The parent of nodes that hang directly below what is cached."""
+"""The parent of nodes that directly follow the cached tokens."""
 MIXTURE = TokenId(-1)
 """The input of a node whose embedding is a mixture."""
 
@@ -76,7 +77,7 @@ class TokenGraph:
 
     @cached_property
     def is_linear(self) -> bool:
-        """Whether no two nodes claim the same position."""
+        """Whether no two nodes have the same position."""
         return len(np.unique(self.positions)) == len(self)
 
     @cached_property
@@ -93,7 +94,7 @@ class TokenGraph:
 
     @cached_property
     def depths(self) -> IntArray:
-        """How many blocks lie between a node and what is cached, its own not counted."""
+        """How many blocks lie between a node and the cached tokens, its own not counted."""
         return _ints(_depths(self.parents.tolist()))
 
     @cached_property
@@ -121,7 +122,7 @@ class TokenGraph:
 
     def follow(self, node: NodeId, token: int) -> NodeId | None:
         """The child of `node` whose input is `token`, if there is one that may be kept."""
-        if node == len(self.tokens) - 1:  # most often: nothing was drafted
+        if node == len(self.tokens) - 1:  # the common case: nothing was drafted
             return None
         for child in self.children(node):
             if self.tokens.item(child) == token and not self.probes.item(child):
@@ -129,7 +130,7 @@ class TokenGraph:
         return None
 
     def grow(self, other: TokenGraph, at: NodeId | None = None) -> TokenGraph:
-        """This graph with `other` hung below node `at` (the last node if not given)."""
+        """This graph with `other` appended below node `at` (by default the last node)."""
         if len(other) == 0:
             return self
         n = len(self) + len(other)
@@ -162,17 +163,17 @@ class TokenGraph:
         )
 
     def part(self, nodes: Sequence[int]) -> TokenGraph:
-        """Some of the nodes, in order, as a graph of their own; they see nothing that is left out."""
+        """Some of the nodes, in order, as a graph of their own. They may see no node outside it."""
         chosen = _ints(nodes)
         inside = np.zeros(len(self) + 1, dtype=np.bool_)
         inside[chosen] = True
         if len(chosen) and (chosen[0] < 0 or (np.diff(chosen) <= 0).any()):
-            raise ValueError("the nodes of a part must be named in order, each once")
+            raise ValueError("the nodes of a part must be in rising order, each once")
         above = self.parents[chosen]
         apart = ~inside[above] & (above >= 0)
         if apart.any() or (not self.is_tree and self.sees[chosen][:, ~inside[:-1]].any()):
-            raise ValueError("a part must hold all that its nodes see")
-        places = np.full(len(self) + 1, ROOT)  # the last: of those that have no parent
+            raise ValueError("a part must contain all nodes that its nodes see")
+        places = np.full(len(self) + 1, ROOT)  # the last one stands for "no parent"
         places[chosen] = np.arange(len(chosen))
         return TokenGraph(
             tokens=self.tokens[chosen],
@@ -184,7 +185,7 @@ class TokenGraph:
         )
 
     def starts_with(self, other: TokenGraph) -> bool:
-        """Whether this graph is `other` with nodes added behind it."""
+        """Whether this graph is `other` with nodes appended."""
         n = len(other)
         return (
             len(self) >= n
@@ -211,7 +212,7 @@ _LONE = {
     "mixtures": _PURE,
     "is_chain": True,
 }
-"""What all chains of one node share."""
+"""The fields that all chains of one node share."""
 
 
 def _ints(values: Sequence[int] | IntArray) -> IntArray:
@@ -225,20 +226,18 @@ def chain(
     positions: Sequence[int] | IntArray | None = None,
     probe: bool = False,
 ) -> TokenGraph:
-    """Tokens one behind the other, at `start`, `start + 1`, … or at the given positions.
+    """Tokens one after the other, at `start`, `start + 1`, … or at the given positions.
 
     Positions out of order are allowed: a chain sees by order of nodes, not of positions.
     """
     n = len(tokens)
     if positions is not None:
         places = _ints(positions)
-    elif start + n < _MANY:  # what is the same in many chains is shared
+    elif start + n < _MANY:  # arrays that many chains have in common are shared
         places = _NUMBERS[start + 1 : start + n + 1]
     else:
         places = np.arange(start, start + n)
-    graph = TokenGraph.__new__(
-        TokenGraph
-    )  # without the checks of a frozen class: made at each step
+    graph = TokenGraph.__new__(TokenGraph)  # skips the checks of a frozen class: built at each step
     fields = graph.__dict__
     if n == 1 and not probe:
         fields.update(_LONE)
@@ -257,7 +256,7 @@ def chain(
 def tree(
     tokens: Sequence[int] | IntArray, parents: Sequence[int] | IntArray, start: int
 ) -> TokenGraph:
-    """A token tree; `parents` index into `tokens`, -1 for the topmost, which stand at `start`."""
+    """A token tree; `parents` index into `tokens`, -1 for the topmost, which are at `start`."""
     above = _ints(parents)
     n, listed = len(tokens), above.tolist()
     _check(n, listed)
@@ -275,7 +274,7 @@ def tree(
 
 
 def drafted(given: TokenGraph, tokens: list[int], parents: list[int], start: int) -> TokenGraph:
-    """`given.grow(tree(tokens, parents, start))` in one go: most steps that draft make one."""
+    """`given.grow(tree(tokens, parents, start))` in one call, for most steps that draft."""
     shift, n = len(given.tokens), len(given.tokens) + len(tokens)
     if (
         shift == 1
@@ -307,7 +306,7 @@ def _check(count: int, parents: list[int]) -> None:
 
 
 def _depths(parents: list[int]) -> list[int]:
-    """How far each node is below the topmost ones, by parents that come first."""
+    """The depth of each node below the topmost ones; parents come before their children."""
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -345,13 +344,19 @@ def union(*graphs: TokenGraph) -> TokenGraph:
     return joined
 
 
-def alternatives(*rivals: TokenGraph) -> TokenGraph:
-    """Rival graphs over the same positions, of which at most one will be kept."""
-    if any(not np.array_equal(r.positions, rivals[0].positions) for r in rivals):
-        raise ValueError("alternatives must stand at the same positions")
-    return union(*rivals)
+def alternatives(*graphs: TokenGraph) -> TokenGraph:
+    """Alternative graphs over the same positions, of which at most one will be kept."""
+    if any(not np.array_equal(g.positions, graphs[0].positions) for g in graphs):
+        raise ValueError("alternatives must have the same positions")
+    return union(*graphs)
 
 
 def empty() -> TokenGraph:
     """The graph without nodes."""
     return chain([])
+
+
+def nodes_for(graph: TokenGraph, positions: Sequence[int], offset: int) -> tuple[int, ...]:
+    """The nodes that score these positions; where several do, the last of them."""
+    at = {int(p): node for node, p in enumerate(graph.positions)}
+    return tuple(sorted(at[p - offset] for p in positions if p - offset in at))

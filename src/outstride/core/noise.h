@@ -1,5 +1,5 @@
-// The noise of a token at a position, bit for bit that of core/sampling.py: integers from
-// Philox-4x32-10, logarithms from one polynomial. To be compiled without contraction.
+// The noise of a token at a position, with the same bits as in core/sampling.py: integers from
+// Philox-4x32-10, logarithms from one polynomial. Compile without FMA contraction.
 
 #pragma once
 
@@ -55,8 +55,8 @@ inline float log_of(float x) {
 
 constexpr float MAX_NOISE = 22.8739f;
 
-// What the leading bits of a word allow its noise to be.
-inline float most_noise(uint32_t word) {
+// An upper bound on the noise of a word, from its leading bits.
+inline float max_noise(uint32_t word) {
   const int ones = ~word ? __builtin_clz(~word) : 32;
   return (float)(ones + 1) * 0.6932f;
 }

@@ -1,4 +1,4 @@
-"""`SamplingParams`: what a request asks for, the same under every method."""
+"""`SamplingParams`: the sampling parameters of a request, the same under every method."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class SamplingParams:
     repetition_penalty: above 1, tokens of prompt and output become less likely.
     presence_penalty, frequency_penalty: subtracted once, or per occurrence, for output tokens.
     logit_bias: added to the logits of single tokens.
-    seed: the same seed gives the same text; if none is given, one is drawn and returned.
+    seed: the same seed gives the same text; without one, a random seed is used and returned.
     stop: strings that end the answer (not part of it); stop_token_ids: tokens that do.
     max_tokens, min_tokens: bounds on the length of the answer.
     ignore_eos: go on after an end-of-text token.
     n: how many answers.
-    logprobs: None for none, else how many alternatives to list beside each token's own.
+    logprobs: None for none, else how many of the most likely tokens to list with each token.
     prompt_logprobs: the same for the prompt's tokens.
     """
 
@@ -74,8 +74,8 @@ class SamplingParams:
                 raise InvalidParams(f"{name} must be a number, not {value!r}")
             if not math.isfinite(value) or not low <= value <= high:
                 raise InvalidParams(f"{name} must be between {low:g} and {high:g}, not {value!r}")
-        for name, least in (("top_k", 0), ("max_tokens", 1), ("min_tokens", 0), ("n", 1)):
-            self._check_int(name, least)
+        for name, minimum in (("top_k", 0), ("max_tokens", 1), ("min_tokens", 0), ("n", 1)):
+            self._check_int(name, minimum)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._check_int(name, 0)
@@ -102,15 +102,15 @@ class SamplingParams:
                 "logit_bias values must be finite numbers, or -inf to forbid a token"
             )
 
-    def _check_int(self, name: str, least: int) -> None:
+    def _check_int(self, name: str, minimum: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
             raise InvalidParams(f"{name} must be a whole number, not {value!r}")
-        if value < least:
-            raise InvalidParams(f"{name} must be at least {least}, not {value}")
+        if value < minimum:
+            raise InvalidParams(f"{name} must be at least {minimum}, not {value}")
 
     @property
-    def has_rules(self) -> bool:
+    def has_processors(self) -> bool:
         """Whether logits change before sampling for reasons other than temperature and filters."""
         return bool(
             self.repetition_penalty != 1.0

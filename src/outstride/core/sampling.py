@@ -1,14 +1,14 @@
-"""The one rule by which a token is chosen from a row of logits.
+"""How a token is chosen from a row of logits. There is one way, for all models and backends.
 
-    rules (bias, penalties, grammar) -> temperature -> top-k -> top-p -> min-p -> noise -> argmax
+    logits processors -> temperature -> top-k -> top-p -> min-p -> Gumbel noise -> argmax
 
-Noise belongs to positions: it is a pure function of (seed, sample index, purpose, position,
-token id), so a sampled token is checked like a greedy one, by equality. All in float32, with fixed
-orders of summation; ties go to the lowest id; temperature 0 takes no noise and no filters.
+The noise belongs to positions: it is a pure function of (seed, sample index, purpose, position,
+token id). So a sampled token is verified like a greedy one, by equality. Everything is float32 with
+fixed orders of summation; ties go to the lowest id; temperature 0 uses no noise and no filters.
 
-The bits are part of the contract. Integers come from Philox-4x32-10 (Salmon et al., 2011), all 32
-bits of them used; logarithms from one polynomial, evaluated with separate multiplications and
-additions, because libraries' own float32 logarithms differ from each other.
+The bits are part of the contract. Integers come from Philox-4x32-10 (Salmon et al., 2011), with all
+32 bits used. Logarithms come from one polynomial, evaluated with separate multiplications and
+additions, because the float32 logarithms of libraries differ from each other.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from types import ModuleType
 import numpy as np
 
 from outstride.core.graph import BoolArray, FloatArray, IntArray
-from outstride.core.host import library
+from outstride.core.host_library import library
 
 
 class Purpose(IntEnum):
-    """What a random number is for: numbers of different purposes are independent."""
+    """What a random number is used for. Numbers of different purposes are independent."""
 
     TOKEN = 0
-    """Which token stands at a position: shared by target and drafters."""
+    """The token at a position: shared by target and drafters."""
     ACCEPT = 1
     """Whether a rejection sampler keeps a drafted token."""
     RESIDUAL = 2
-    """What a rejection sampler puts in place of a refused one."""
+    """The replacement of a token that a rejection sampler refused."""
     DRAFT = 3
-    """What a drafter draws on its own account, for rejection sampling."""
+    """The drafter's own samples, for rejection sampling."""
     ORDER = 4
-    """Which position is unmasked next; keyed by the sequence's own step."""
+    """The position that is unmasked next; keyed by the sequence's own step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """Temperature, filters and the key of the noise."""
+class SamplingSpec:
+    """Temperature, filters and the key of the noise, for one purpose."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -53,32 +53,38 @@ class Draw:
     purpose: Purpose = Purpose.TOKEN
 
 
-GREEDY = Draw()
+GREEDY = SamplingSpec()
+
+SHARED_NOISE_SHARPNESS = 2.0
+"""By how much logits plus shared noise are scaled before a softmax estimates acceptance.
+
+Two models that sample with the same noise differ by less than that noise spreads, so they agree more
+often than the probabilities alone say. `paths` in `core/host.cpp` has the same factor."""
 
 
-def independent(draw: Draw, *keys: int) -> Draw:
-    """The same draw with noise of its own for each combination of keys: a step, a branch.
+def independent(spec: SamplingSpec, *keys: int) -> SamplingSpec:
+    """A copy of the spec with independent noise for each combination of keys: a step, a branch.
 
-    For draws that do not belong to positions: those of methods that keep the distribution only.
+    For samples that do not belong to positions, in methods that keep the distribution only.
     """
-    seed = draw.seed
+    seed = spec.seed
     for key in keys:  # the finaliser of splitmix64
         seed = (seed ^ (key + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         seed = (seed ^ seed >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
         seed = (seed ^ seed >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         seed ^= seed >> 31
-    return replace(draw, seed=seed)
+    return replace(spec, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """What changes a node's logits; it depends only on the node's path.
+class LogitsProcessors:
+    """Changes a node's logits before sampling. It depends only on the node's path.
 
-    `scaled` tokens have positive logits divided and negative ones multiplied by `scale`; `added`
-    maps tokens to what is added (-inf forbids); `allowed` is a mask over the vocabulary.
+    The positive logits of `penalized` tokens are divided by `scale`, negative ones multiplied;
+    `added` maps tokens to what is added (-inf forbids); `allowed` is a mask over the vocabulary.
     """
 
-    scaled: tuple[int, ...] = ()
+    penalized: tuple[int, ...] = ()
     scale: float = 1.0
     added: Mapping[int, float] | None = None
     allowed: BoolArray | None = None
@@ -86,8 +92,8 @@ class Rules:
     def apply(self, row: FloatArray) -> FloatArray:
         """A changed copy of `row`."""
         row = row.copy()
-        if self.scaled and self.scale != 1.0:
-            ids = np.asarray(self.scaled, dtype=np.int64)
+        if self.penalized and self.scale != 1.0:
+            ids = np.asarray(self.penalized, dtype=np.int64)
             part, factor = row[ids], np.float32(self.scale)
             row[ids] = np.where(part > 0, part / factor, part * factor)
         if self.added:
@@ -127,16 +133,16 @@ def philox(
     return tuple(x.astype(np.int64) for x in (x0, x1, x2, x3))  # type: ignore[return-value]
 
 
-def random_words(draw: Draw, position: int | IntArray, tokens: IntArray) -> IntArray:
-    """One 32-bit word for each token id at a position: word id % 4 of the block id // 4."""
+def random_words(spec: SamplingSpec, position: int | IntArray, tokens: IntArray) -> IntArray:
+    """One 32-bit word for each token id at a position: word id % 4 of the Philox block id // 4."""
     blocks, lanes = tokens >> 2, tokens & 3
     if len(tokens) and isinstance(position, int):
         first, last = int(blocks.min()), int(blocks.max())
         if last - first + 1 < len(tokens):  # much of the vocabulary: each block once
             dense = np.arange(first, last + 1)
-            words = philox(dense, position, draw.index, int(draw.purpose), draw.seed)
+            words = philox(dense, position, spec.index, int(spec.purpose), spec.seed)
             return np.stack(words, axis=1).reshape(-1)[tokens - 4 * first]
-    words = philox(blocks, position, draw.index, int(draw.purpose), draw.seed)
+    words = philox(blocks, position, spec.index, int(spec.purpose), spec.seed)
     return np.choose(lanes, words).astype(np.int64)
 
 
@@ -228,14 +234,14 @@ def exponential(words: IntArray) -> FloatArray:
     return np.where(words >= _TOP, near_one, -log(below))
 
 
-def gumbel(draw: Draw, position: int | IntArray, tokens: IntArray) -> FloatArray:
+def gumbel(spec: SamplingSpec, position: int | IntArray, tokens: IntArray) -> FloatArray:
     """The noise of each token id at a position, or at a position of its own."""
     if (lib := library()) is None:
-        return _noise(random_words(draw, position, tokens))
+        return _noise(random_words(spec, position, tokens))
     ids = np.ascontiguousarray(tokens, dtype=np.int64)
     at = np.ascontiguousarray(position, dtype=np.int64)
     found = np.empty(ids.shape, dtype=np.float32)
-    lib.noise(draw.seed, draw.index, int(draw.purpose), at, ids, found)
+    lib.noise(spec.seed, spec.index, int(spec.purpose), at, ids, found)
     return found
 
 
@@ -244,23 +250,24 @@ def _noise(words: IntArray) -> FloatArray:
 
 
 MAX_NOISE = np.float32(22.8739)
-"""No noise is larger: a token further than this below the leader cannot win."""
+"""The largest possible noise: a token further than this below the leader cannot win."""
 LARGE_NOISE = np.float32(6.0)
 _LARGE = int(2.0**32 * math.exp(-math.exp(-5.99)))
-"""Smaller words make smaller noise: one token in 400 is left, and no logarithm is needed to see it."""
+"""Smaller words have noise below LARGE_NOISE. Only one token in 400 has a larger word, so that most
+tokens are excluded without a logarithm."""
 
 
-def uniform(draw: Draw, position: int, what: int = 0) -> float:
-    """One number in (0, 1) for a position; `what` tells several apart."""
-    word = random_words(draw, position, np.asarray([what]))
+def uniform(spec: SamplingSpec, position: int, what: int = 0) -> float:
+    """One number in (0, 1) for a position; `what` distinguishes several."""
+    word = random_words(spec, position, np.asarray([what]))
     return (float(word[0]) + 0.5) * 2.0**-32
 
 
-# --- the rule -------------------------------------------------------------------------------------
+# --- sampling -------------------------------------------------------------------------------------
 
 
 def _descending(x: FloatArray) -> IntArray:
-    """Order by falling value, ties as they come (ids come in rising)."""
+    """The order by falling value; ties keep their order (ids come in rising)."""
     return np.argsort(-x, kind="stable")
 
 
@@ -274,20 +281,20 @@ def _largest(x: FloatArray, k: int) -> IntArray:
 
 
 def _nucleus(x: FloatArray, ids: IntArray | None, top_p: float) -> IntArray:
-    """The smallest set of most likely ids that holds `top_p` of the mass, in falling order.
+    """The smallest set of most likely ids that holds `top_p` of the probability, in falling order.
 
-    Masses are whole numbers, so that their sums are the same in any order.
+    Masses are integers, so that their sums do not depend on the order.
     """
     known = x if ids is None else x[ids]
     top = known.max()
     needed = math.ceil(top_p * float(_masses(known - top).sum()))
-    guess = 256 if ids is None else len(ids)
+    count = 256 if ids is None else len(ids)
     while True:
-        order = _largest(x, guess) if ids is None else ids
+        order = _largest(x, count) if ids is None else ids
         mass = np.cumsum(_masses(x[order] - top))
         if mass[-1] >= needed or len(order) == len(x) or ids is not None:
             return order[: int(np.searchsorted(mass, needed)) + 1]
-        guess *= 8
+        count *= 8
 
 
 def _masses(below: FloatArray) -> IntArray:
@@ -295,16 +302,16 @@ def _masses(below: FloatArray) -> IntArray:
     return (exp(below).astype(np.float64) * 2.0**40).astype(np.int64)
 
 
-def admitted(row: FloatArray, draw: Draw) -> tuple[IntArray, FloatArray]:
-    """The ids that filters let through, in rising order, and their logits over temperature."""
-    x = row if draw.temperature == 1.0 else row / np.float32(draw.temperature)
+def admitted(row: FloatArray, spec: SamplingSpec) -> tuple[IntArray, FloatArray]:
+    """The ids that pass the filters, in rising order, and their logits over temperature."""
+    x = row if spec.temperature == 1.0 else row / np.float32(spec.temperature)
     ids: IntArray | None = None
-    if 0 < draw.top_k < len(x):
-        ids = _largest(x, draw.top_k)
-    if draw.top_p < 1.0:
-        ids = _nucleus(x, ids, draw.top_p)
-    if draw.min_p > 0.0:
-        bar = x.max() + np.float32(np.log(draw.min_p))
+    if 0 < spec.top_k < len(x):
+        ids = _largest(x, spec.top_k)
+    if spec.top_p < 1.0:
+        ids = _nucleus(x, ids, spec.top_p)
+    if spec.min_p > 0.0:
+        bar = x.max() + np.float32(np.log(spec.min_p))
         ids = np.flatnonzero(x >= bar) if ids is None else ids[x[ids] >= bar]
     if ids is None:
         ids = np.arange(len(x))
@@ -313,67 +320,71 @@ def admitted(row: FloatArray, draw: Draw) -> tuple[IntArray, FloatArray]:
     return ids, x[ids]
 
 
-def probabilities(row: FloatArray, draw: Draw) -> FloatArray:
-    """The distribution that sampling follows: one-hot at temperature 0."""
+def probabilities(row: FloatArray, spec: SamplingSpec) -> FloatArray:
+    """The distribution that samples follow: one-hot at temperature 0."""
     result = np.zeros(len(row), dtype=np.float32)
-    if draw.temperature == 0.0:
+    if spec.temperature == 0.0:
         result[np.argmax(row)] = 1.0
         return result
-    ids, x = admitted(row, draw)
+    ids, x = admitted(row, spec)
     weights = np.exp((x - x.max()).astype(np.float64))
     result[ids] = weights / weights.sum()
     return result
 
 
-def best(row: FloatArray, draw: Draw, position: int, k: int = 1) -> IntArray:
+def best(row: FloatArray, spec: SamplingSpec, position: int, k: int = 1) -> IntArray:
     """The k tokens with the largest sums of logit and noise, best first.
 
-    The first is *the* token at this position; the others are its likeliest rivals (Gumbel top-k).
+    The first is *the* token at this position; the others are the runners-up (Gumbel top-k).
     """
-    if draw.temperature == 0.0:
+    if spec.temperature == 0.0:
         return np.asarray([np.argmax(row)]) if k == 1 else _largest(row, k)
-    ranked = 0 < draw.top_k < len(row) or draw.top_p < 1.0
+    ranked = 0 < spec.top_k < len(row) or spec.top_p < 1.0
     if not ranked and (lib := library()) is not None:
-        return _drawn(lib, row, draw, position, k)
-    ids, x = admitted(row, draw)
+        return _native_best(lib, row, spec, position, k)
+    ids, x = admitted(row, spec)
     forbidden = ids[:0]
-    if not x.min() > -np.inf:  # they come last whatever their noise, so they need none
+    if not x.min() > -np.inf:  # they come last with any noise, so they need none
         allowed = x > -np.inf
         forbidden, ids, x = ids[~allowed], ids[allowed], x[allowed]
-    if len(ids) > 4 * k:  # a first bid: whoever cannot beat it even with the largest noise is out
+    if (
+        len(ids) > 4 * k
+    ):  # a lower bound: tokens that cannot reach it with the largest noise are out
         leaders = np.sort(_largest(x, k))
-        bid = (x[leaders] + gumbel(draw, position, ids[leaders])).min()
-        able = x + MAX_NOISE >= bid
+        bound = (x[leaders] + gumbel(spec, position, ids[leaders])).min()
+        able = x + MAX_NOISE >= bound
         ids, x = ids[able], x[able]
-        words = random_words(draw, position, ids)
-        able = (words >= _LARGE) | (x + LARGE_NOISE >= bid)
+        words = random_words(spec, position, ids)
+        able = (words >= _LARGE) | (x + LARGE_NOISE >= bound)
         ids, x, words = ids[able], x[able], words[able]
     else:
-        words = random_words(draw, position, ids)
+        words = random_words(spec, position, ids)
     found = ids[_descending(x + _noise(words))[:k]]
     return np.concatenate((found, forbidden[: k - len(found)]))
 
 
-def _drawn(lib: ModuleType, row: FloatArray, draw: Draw, position: int, k: int) -> IntArray:
-    """The same in compiled code, where no filter goes by rank."""
-    warmth, bar = np.float32(draw.temperature), np.float32(-np.inf)
-    if draw.min_p > 0.0:
-        bar = row.max() / warmth + np.float32(np.log(draw.min_p))
+def _native_best(
+    lib: ModuleType, row: FloatArray, spec: SamplingSpec, position: int, k: int
+) -> IntArray:
+    """`best` in compiled code, without filters that need a ranking (top-k, top-p)."""
+    temperature, bar = np.float32(spec.temperature), np.float32(-np.inf)
+    if spec.min_p > 0.0:
+        bar = row.max() / temperature + np.float32(np.log(spec.min_p))
     whole = np.ascontiguousarray(row, dtype=np.float32)
-    key = draw.seed, draw.index, int(draw.purpose), position
-    return np.asarray(lib.drawn(whole, *key, warmth, bar, k), dtype=np.int64)
+    key = spec.seed, spec.index, int(spec.purpose), position
+    return np.asarray(lib.sample(whole, *key, temperature, bar, k), dtype=np.int64)
 
 
 def logprobs(row: FloatArray, tokens: Sequence[int], top: int) -> list[tuple[int, float]]:
-    """Log-probabilities of raw logits: the given tokens', then the `top` likeliest."""
+    """Log-probabilities of raw logits: of the given tokens, then of the `top` most likely ones."""
     shifted = row.astype(np.float64) - np.float64(row.max())
     norm = np.log(np.sum(np.exp(shifted)))
     ids = [int(t) for t in tokens] + ([int(t) for t in _largest(row, top)] if top else [])
     return [(t, float(shifted[t] - norm)) for t in ids]
 
 
-def sample(weights: FloatArray, draw: Draw, position: int) -> int:
-    """A token drawn in proportion to weights, by the draw's own noise."""
+def sample(weights: FloatArray, spec: SamplingSpec, position: int) -> int:
+    """A token sampled in proportion to weights, with the noise of the spec."""
     ids = np.flatnonzero(weights)
-    sums = np.log(weights[ids].astype(np.float64)) + gumbel(draw, position, ids)
+    sums = np.log(weights[ids].astype(np.float64)) + gumbel(spec, position, ids)
     return int(ids[np.argmax(sums)])

@@ -1,4 +1,4 @@
-"""Who is let in: a request that cannot be served is refused at once, and told why."""
+"""Admission: a request that cannot be served is rejected at once, with the reason."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Mapping
 from outstride.core.contracts import Method, Model
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET
-from outstride.engine.passes import Passes
+from outstride.engine.model_runner import ModelRunner
 from outstride.errors import InvalidParams, InvalidPrompt, OutOfMemory, UnknownMethod
 
 
 def check(
-    passes: Passes,
+    runner: ModelRunner,
     tokens: list[int],
     params: SamplingParams,
     method: Method,
     fixed: Mapping[int, int] | None,
 ) -> int:
-    """How long prompt and answer may become together; raises if the request cannot be served."""
-    model = passes.models[TARGET]
-    _check_method(passes, method)
-    _check_kind(passes, method, params, fixed)
-    if not tokens and (not fixed or model.masking is None or model.masking.shifted):
+    """The maximum length of prompt and answer; raises a RequestError if it cannot be served."""
+    model = runner.models[TARGET]
+    _check_method(runner, method)
+    _check_model_kind(runner, method, params, fixed)
+    if not tokens and (not fixed or model.masked_spec is None or model.masked_spec.shifted):
         raise InvalidPrompt("the prompt is empty")
     _check_tokens(model, [*tokens, *fixed.values()] if fixed else tokens, params)
     if len(tokens) >= model.context:
@@ -32,55 +32,57 @@ def check(
             "answer included"
         )
     limit = min(model.context, len(tokens) + params.max_tokens)
-    _check_room(passes, method, limit)
+    _check_memory(runner, method, limit)
     return limit
 
 
-def _check_method(passes: Passes, method: Method) -> None:
-    """Refuses a method that names models or tokens that are not there."""
-    size = passes.models[TARGET].vocab_size
-    if missing := set(method.drafter.models) - set(passes.models):
-        raise UnknownMethod(f"method {method.name} asks a model that is not loaded: {missing}")
-    if bad := [t for t in method.drafter.tokens if not 0 <= t < size]:
+def _check_method(runner: ModelRunner, method: Method) -> None:
+    """Rejects a method that names models or tokens that do not exist."""
+    size = runner.models[TARGET].vocab_size
+    if missing := set(method.drafter.models) - set(runner.models):
+        raise UnknownMethod(f"method {method.name} needs a model that is not loaded: {missing}")
+    if bad := [t for t in method.drafter.input_tokens if not 0 <= t < size]:
         raise UnknownMethod(
-            f"method {method.name} is to use token id {bad[0]}, which is outside the vocabulary "
-            f"of {size}"
+            f"method {method.name} has an option that names token id {bad[0]}, which is outside "
+            f"the vocabulary of {size}"
         )
 
 
-def _check_kind(
-    passes: Passes, method: Method, params: SamplingParams, fixed: Mapping[int, int] | None
+def _check_model_kind(
+    runner: ModelRunner, method: Method, params: SamplingParams, fixed: Mapping[int, int] | None
 ) -> None:
-    """Refuses a method that asks of a model what it was not made for."""
+    """Rejects a method that a model does not support."""
     drafter = method.drafter
     for name in (TARGET, *drafter.models):
-        model, what = passes.models[name], "the model" if name == TARGET else f"model {name!r}"
-        if name in drafter.fills:
-            if model.masking is None:
+        model, what = runner.models[name], "the model" if name == TARGET else f"model {name!r}"
+        if name in drafter.masked_models:
+            if model.masked_spec is None:
                 raise UnknownMethod(
-                    f"method {method.name} fills in masks, and {what} knows none; "
+                    f"method {method.name} fills in masks, and {what} has no mask token; "
                     "use an autoregressive method, such as plain, or attach a diffusion adapter"
                 )
-        elif model.vision.block is not None and not (model.masking and model.masking.causal):
+        elif model.attention_pattern.block is not None and not (
+            model.masked_spec and model.masked_spec.causal
+        ):
             raise UnknownMethod(
                 f"method {method.name} decodes autoregressively, which {what} cannot; "
                 "use a method for masked models, such as steps"
             )
-    target = passes.models[TARGET]
-    if reason := drafter.fits(target.vision, target.masking):
+    target = runner.models[TARGET]
+    if reason := drafter.unsupported_reason(target.attention_pattern, target.masked_spec):
         raise UnknownMethod(f"method {method.name} does not suit the model: {reason}")
-    if TARGET in drafter.fills and params.prompt_logprobs is not None:
+    if TARGET in drafter.masked_models and params.prompt_logprobs is not None:
         raise InvalidParams(
             f"method {method.name} gives no prompt_logprobs: a masked model does not continue a prompt"
         )
-    if fixed and TARGET not in drafter.fills:
+    if fixed and TARGET not in drafter.masked_models:
         raise UnknownMethod(
-            f"method {method.name} cannot fill in holes; use a method for masked models, such as steps"
+            f"method {method.name} cannot do infilling; use a method for masked models, such as steps"
         )
 
 
 def _check_tokens(model: Model, known: list[int], params: SamplingParams) -> None:
-    """Refuses ids that are no tokens, and a bias that leaves none."""
+    """Rejects ids that are no tokens, and a bias that forbids all tokens."""
     size = model.vocab_size
     if bad := [t for t in known if not 0 <= t < size]:
         raise InvalidPrompt(f"token id {bad[0]} is outside the vocabulary of {size}")
@@ -96,17 +98,17 @@ def _check_tokens(model: Model, known: list[int], params: SamplingParams) -> Non
         raise InvalidParams("logit_bias forbids every token")
 
 
-def _check_room(passes: Passes, method: Method, limit: int) -> None:
-    """Refuses what would not fit into the pages, even alone."""
-    drafter, most = method.drafter, passes.pools[TARGET].capacity
-    if (needed := drafter.entries(limit, passes.vision(TARGET, drafter))) > most:
+def _check_memory(runner: ModelRunner, method: Method, limit: int) -> None:
+    """Rejects a request that would not fit into the KV cache even alone."""
+    drafter, capacity = method.drafter, runner.pools[TARGET].capacity
+    if (needed := drafter.kv_needed(limit, runner.pattern(TARGET, drafter))) > capacity:
         raise OutOfMemory(
-            f"prompt and answer may need {needed} cache entries; there are {most} in all"
+            f"prompt and answer may need {needed} slots of the KV cache, which has {capacity}"
             " (ask for fewer tokens, or give the engine more pages)"
         )
-    for name in drafter.models if TARGET in drafter.fills else ():
-        if limit > (most := passes.pools[name].capacity):
+    for name in drafter.models if TARGET in drafter.masked_models else ():
+        if limit > (capacity := runner.pools[name].capacity):
             raise OutOfMemory(
-                f"prompt and answer may need {limit} cache entries of {name!r}, which has "
-                f"{most} in all (ask for fewer tokens, or give the engine more pages)"
+                f"prompt and answer may need {limit} slots of the KV cache of {name!r}, which has "
+                f"{capacity} (ask for fewer tokens, or give the engine more pages)"
             )

@@ -1,139 +1,153 @@
-"""Drafting: every sequence's generator, advanced together, so that rounds are shared passes."""
+"""Drafting: advances the generators of all sequences together, so that rounds share passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any
 
-from outstride.core.contracts import Drafter, Pending
-from outstride.core.proposal import TARGET, USUAL, Proposal, Scores
+from outstride.core.contracts import Drafter, PendingPass
+from outstride.core.proposal import DEFAULT_WANTS, TARGET, Proposal, Scores
 from outstride.core.sequence import Status
 from outstride.engine.ledger import Ledger
-from outstride.engine.passes import Passes, Turn
-from outstride.engine.roster import Roster
+from outstride.engine.model_runner import ModelRunner, SequenceStep
 from outstride.engine.scheduler import Plan
+from outstride.engine.sequences import SequenceManager
 from outstride.errors import MethodFailed
 
 
-def _undrafted(turn: Turn) -> Proposal:
-    """The settled tokens alone."""
-    given = turn.view.given()
-    wants = turn.sequence.method.drafter.wants or USUAL
+def _undrafted(step: SequenceStep) -> Proposal:
+    """The given nodes alone."""
+    given = step.view.given()
+    wants = step.sequence.method.drafter.wants or DEFAULT_WANTS
     return Proposal(given, len(given.tokens), wants=wants)
 
 
 def _passive(drafter: Drafter) -> bool:
-    """Whether a drafter that is given no room does nothing but look on."""
-    return type(drafter).propose is Drafter.propose or (
-        drafter.weighed and not drafter.models and drafter.wants is USUAL
+    """Whether a drafter with budget 0 returns the given nodes and does nothing else."""
+    return not drafter.own_proposal or (
+        drafter.cost_aware and not drafter.models and drafter.wants is DEFAULT_WANTS
     )
 
 
 class Drafting:
-    """Runs `propose` before the target's pass and `ahead` during it."""
+    """Runs `propose` before the target's pass and `draft_ahead` during it."""
 
-    def __init__(self, passes: Passes, roster: Roster, ledger: Ledger, chunk: int) -> None:
-        self._passes = passes
-        self._roster = roster
+    def __init__(
+        self, runner: ModelRunner, sequences: SequenceManager, ledger: Ledger, chunk: int
+    ) -> None:
+        self._runner = runner
+        self._sequences = sequences
         self._ledger = ledger
         self._chunk = chunk
-        self.asked = 0
-        """How many sequences asked trained parts in this step."""
-        self.swift = False
-        """Whether a part was among them that is asked, and checked, while others still work."""
+        self.num_head_runs = 0
+        """How many sequences ran a draft head in this step."""
+        self.device_chain = False
+        """Whether one of these heads finds its chain on the device, overlapped with the target."""
 
-    def propose(self, plan: Plan) -> list[Turn]:
-        """A proposal for the target from everybody who has a share."""
-        turns: list[Turn] = []
-        self.asked, self.swift = 0, False
+    def propose(self, plan: Plan) -> list[SequenceStep]:
+        """A proposal for the target from every sequence that has an allocation."""
+        steps: list[SequenceStep] = []
+        self.num_head_runs, self.device_chain = 0, False
         rounds, found = {}, {}
-        for share in plan.shares:
-            sequence = share.sequence
-            view = self._passes.view(sequence, self._chunk, share)
-            turn = Turn(share, sequence, view, reading=share.given < share.pending)
-            turns.append(turn)
+        for allocation in plan.allocations:
+            sequence = allocation.sequence
+            view = self._runner.begin_step(sequence, self._chunk, allocation)
+            prefilling = allocation.given < allocation.uncomputed
+            step = SequenceStep(allocation, sequence, view, prefilling=prefilling)
+            steps.append(step)
             drafter = sequence.method.drafter
-            if share.room == 0 and _passive(drafter):
-                found[turn] = _undrafted(turn)  # nothing to draft, no rounds
+            if allocation.draft == 0 and _passive(drafter):
+                found[step] = _undrafted(step)  # no generator is needed
             else:
-                rounds[turn] = drafter.propose(view, share.room)
+                rounds[step] = drafter.propose(view, allocation.draft)
         if rounds:
             found.update(self._rounds(rounds, _undrafted))
-        for turn, proposal in found.items():
-            least, size = turn.share.given, len(proposal.graph.tokens)
-            most = least + turn.share.room
-            if not (proposal.model == TARGET and least <= size <= most):
-                self._roster.fail(turn.sequence, MethodFailed("a proposal larger than its share"))
-            elif prepared := self._roster.guard(
-                turn.sequence, self._passes.prepare, turn, proposal
+        for step, proposal in found.items():
+            given, size = step.allocation.given, len(proposal.graph.tokens)
+            in_budget = given <= size <= given + step.allocation.draft
+            if not (proposal.model == TARGET and in_budget):
+                error = MethodFailed("a proposal is larger than its allocation")
+                self._sequences.fail(step.sequence, error)
+            elif prepared := self._sequences.run_guarded(
+                step.sequence, self._runner.prepare, step, proposal
             ):
-                turn.proposal = prepared
-        return [turn for turn in turns if turn.sequence.status is Status.RUNNING]
+                step.proposal = prepared
+        return [step for step in steps if step.sequence.status is Status.RUNNING]
 
-    def ahead(self, turns: list[Turn], target: Pending) -> None:
-        """What drafters do while the target works; it becomes their state."""
+    def ahead(self, steps: list[SequenceStep], target: PendingPass) -> None:
+        """Runs `draft_ahead` while the target runs; its results become the drafters' states."""
         rounds = {}
-        for turn in turns:
-            drafter = turn.sequence.method.drafter
-            if type(drafter).ahead is Drafter.ahead:
-                continue  # told apart because it happens for everybody at each step
-            work = self._roster.guard(turn.sequence, drafter.ahead, turn.view, turn.proposal)
+        for step in steps:
+            drafter = step.sequence.method.drafter
+            if not drafter.drafts_ahead:
+                continue
+            work = self._sequences.run_guarded(
+                step.sequence, drafter.draft_ahead, step.view, step.proposal
+            )
             if work is not None:
-                rounds[turn] = work
+                rounds[step] = work
         if not rounds:
             return
         target.start()
-        for turn, state in self._rounds(rounds, lambda turn: turn.sequence.state).items():
-            turn.sequence.state = state
+        for step, state in self._rounds(rounds, lambda step: step.sequence.state).items():
+            step.sequence.state = state
 
     def _rounds(
         self,
-        rounds: Mapping[Turn, Generator[Proposal, Scores, Any]],
-        without: Callable[[Turn], Any],
-    ) -> dict[Turn, Any]:
-        """Each round is one pass per model over what all generators yielded for it.
+        rounds: Mapping[SequenceStep, Generator[Proposal, Scores, Any]],
+        fallback: Callable[[SequenceStep], Any],
+    ) -> dict[SequenceStep, Any]:
+        """Each round is one pass per model over everything that the generators yielded for it.
 
-        A generator whose model has no pages to spare is closed; `without` stands in for its result.
+        A generator whose model has no free pages is closed; `fallback` gives its result.
         """
-        results: dict[Turn, Any] = {}
-        inbox: dict[Turn, Scores | None] = dict.fromkeys(rounds)
+        results: dict[SequenceStep, Any] = {}
+        inbox: dict[SequenceStep, Scores | None] = dict.fromkeys(rounds)
         while inbox:
-            asked: dict[str, dict[Turn, Proposal]] = {}
-            for turn, scores in inbox.items():
+            asked: dict[str, dict[SequenceStep, Proposal]] = {}
+            for step, scores in inbox.items():
                 try:
-                    wish = rounds[turn].send(scores)  # type: ignore[arg-type]
-                    if self._passes.reserve(turn, wish) or self._take(turn, wish, rounds, asked):
-                        prepared = self._passes.prepare(turn, wish, draft=True)
-                        asked.setdefault(wish.model, {})[turn] = prepared
+                    wish = rounds[step].send(scores)  # type: ignore[arg-type]
+                    if self._runner.reserve(step, wish) or self._take(step, wish, rounds, asked):
+                        prepared = self._runner.prepare(step, wish, draft=True)
+                        asked.setdefault(wish.model, {})[step] = prepared
                     else:
-                        rounds[turn].close()
-                        results[turn] = without(turn)
+                        rounds[step].close()
+                        results[step] = fallback(step)
                 except StopIteration as stop:
-                    results[turn] = stop.value
+                    results[step] = stop.value
                 except Exception as error:
-                    self._roster.fail(turn.sequence, error)
+                    self._sequences.fail(step.sequence, error)
             inbox = {}
             for name, proposals in asked.items():
                 inbox.update(
-                    zip(proposals, self._passes.forward(name, proposals).wait(), strict=True)
+                    zip(proposals, self._runner.forward(name, proposals).wait(), strict=True)
                 )
-                parts = [proposal.graft for proposal in proposals.values() if proposal.graft]
-                self.asked += len(parts)
-                self.swift |= any(self._passes.setting.grafts[part].swift for part in parts)
-                self._ledger.count_round(name, [turn.sequence for turn in proposals])
+                heads = [
+                    proposal.draft_head for proposal in proposals.values() if proposal.draft_head
+                ]
+                self.num_head_runs += len(heads)
+                self.device_chain |= any(
+                    self._runner.context.draft_heads[head].device_chain for head in heads
+                )
+                self._ledger.count_round(name, [step.sequence for step in proposals])
         return results
 
     def _take(
-        self, turn: Turn, wish: Proposal, turns: Collection[Turn], asked: Mapping[str, Any]
+        self,
+        step: SequenceStep,
+        wish: Proposal,
+        steps: Collection[SequenceStep],
+        asked: Mapping[str, Any],
     ) -> bool:
-        """Pages from younger sequences, for a method that cannot do without its other model."""
-        name, own = wish.model, turn.sequence
-        if TARGET not in own.method.drafter.fills:
+        """Takes pages from younger sequences, for a method that cannot work without its other model."""
+        name, own = wish.model, step.sequence
+        if TARGET not in own.method.drafter.masked_models:
             return False
-        busy = {t.sequence for t in turns if name in t.ran or t in asked.get(name, ())}
-        for other in sorted(self._roster.running, key=lambda s: -s.id):
+        busy = {t.sequence for t in steps if name in t.rounds or t in asked.get(name, ())}
+        for other in sorted(self._sequences.running, key=lambda s: -s.id):
             if other.id > own.id and name in other.tables and other not in busy:
-                self._passes.pools[name].close(other.tables.pop(name))
-                if self._passes.reserve(turn, wish):
+                self._runner.pools[name].close(other.tables.pop(name))
+                if self._runner.reserve(step, wish):
                     return True
         return False

@@ -1,4 +1,4 @@
-"""The ledger: everything is counted once, here, for every surface."""
+"""The ledger: the only place where passes, nodes and tokens are counted."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from outstride.core.proposal import TARGET, Proposal, Verdict
-from outstride.core.sequence import Counts, Provenance, Sequence
+from outstride.core.sequence import Provenance, Sequence, SequenceCounts
 
 
 @dataclass(slots=True)
-class Progress:
+class SequenceProgress:
     """What a step did for one sequence."""
 
     sequence: Sequence
@@ -20,24 +20,24 @@ class Progress:
     text: str = ""
     finished: bool = False
     canvas: dict[int, int] = field(default_factory=dict)
-    """Tokens settled beyond a gap, for those who want to see them."""
+    """Tokens settled beyond a gap, for requests with `stream_canvas`."""
     drawn: tuple[Proposal, Verdict] | None = None
-    """The pass itself, for the same."""
+    """The pass itself, for the same requests."""
 
 
 @dataclass(slots=True)
 class Ledger:
     """Totals of an engine. Seconds are by verb: plan, propose, forward, accept, commit."""
 
-    total: Counts = field(default_factory=Counts)
+    total: SequenceCounts = field(default_factory=SequenceCounts)
     steps: int = 0
     model_passes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _verb: str = ""
     _since: float = 0.0
 
-    def turn(self, verb: str) -> str:
-        """From here on time is spent on this verb, or on none; returns on which until now."""
+    def switch_timer(self, verb: str) -> str:
+        """Attributes the time from now on to this verb, or to none; returns the previous verb."""
         now, before = time.perf_counter(), self._verb
         if before:
             self.seconds[before] += now - self._since
@@ -52,15 +52,15 @@ class Ledger:
         emitted: list[int],
         expected: float = 0.0,
     ) -> None:
-        """Enters what one pass did for one sequence, and where its tokens came from."""
+        """Counts what one pass did for one sequence, and records how its tokens came about."""
         nodes, own, total = len(proposal.graph), sequence.counts, self.total
         drafted, new = nodes - proposal.given, len(emitted)
         if new and not own.emitted:
-            sequence.spoke = time.perf_counter()
+            sequence.first_token_time = time.perf_counter()
         own.nodes += nodes
         own.emitted += new
         total.emitted += new
-        masked = drafted and TARGET in sequence.method.drafter.fills
+        masked = drafted and TARGET in sequence.method.drafter.masked_models
         if new or masked:
             own.passes += 1
             total.passes += 1
@@ -100,9 +100,9 @@ class Ledger:
     def _count_unmasked(
         self, sequence: Sequence, drafted: int, verdict: Verdict, emitted: list[int], start: int
     ) -> None:
-        """The same for a pass over masks: every one counts, whatever it settled.
+        """Counts a pass over masks. Every such pass counts, even if it settled nothing.
 
-        A token may be settled long before those to its left are and it can be emitted.
+        A token may be settled long before it can be emitted, because tokens to its left are missing.
         """
         step = sequence.counts.passes + sequence.counts.prompt_passes
         for counts in (sequence.counts, self.total):
@@ -110,21 +110,21 @@ class Ledger:
             counts.accepted += len(verdict.settled)
             counts.drafts += 1
         for settled in verdict.settled:
-            sequence.early[int(settled)] = step
+            sequence.settled_at[int(settled)] = step
         for position, token in enumerate(emitted, start=start):
-            when = sequence.early.pop(position, step)
+            when = sequence.settled_at.pop(position, step)
             kind = "unmasked" if when else "given"
             sequence.trace.append(Provenance(token, when, sequence.method.name, kind))
 
     def record(self, proposals: Iterable[Proposal]) -> int:
-        """Enters a step as a whole; returns how many nodes its pass had."""
+        """Counts a step as a whole; returns the number of nodes of its pass."""
         nodes = sum(len(proposal.graph) for proposal in proposals)
         self.steps += 1
         self.total.nodes += nodes
         return nodes
 
     def count_round(self, model: str, sequences: list[Sequence]) -> None:
-        """Enters a pass of another model than the target."""
+        """Counts a pass of a draft model or draft head."""
         self.model_passes[model] += 1
         self.total.other_passes += 1
         for sequence in sequences:

@@ -1,102 +1,58 @@
-"""Who moves in the next pass, and how many nodes each may spend.
+"""Which sequences take part in the next pass, and how many nodes each may use.
 
-There are no phases. A sequence has settled tokens that the model has not read (`pending`); one that
-is being generated has one of them, a fresh prompt has many. Each step hands out a budget of nodes:
+There are no phases. A sequence has settled tokens that the target has not computed (uncomputed): a
+decoding sequence has one of them, a new prompt has many. Each step hands out a budget of nodes:
 
-1. everybody who has one token pending gets its node, and what its method needs at the least;
-2. prompts take from what is left, oldest first, in chunks: a long one never holds up the others, and
-   where the cost of passes is known, passes do not take much longer because of them;
-3. drafts of a size of their own share the rest, best expected gain per node first;
-4. drafts that leave their size to the plan get the nodes that are worth what they cost in this pass,
-   by the measured cost of passes: many when nobody else is there, none when the machine is full.
+1. every decoding sequence gets the node of its token, and what its method needs at least;
+2. prompts take from what is left, oldest first, in prefill chunks: a long prompt never holds up the
+   others, and where the cost of passes is known, prefill does not make passes much longer;
+3. drafts of a size of their own allocation the rest, best expected gain per node first;
+4. drafts that leave their size to the plan get the nodes that are worth what they cost in this pass, by
+   the draft policy: many when a sequence is alone, none when the machine is fully used.
 
-When pages run out, drafts go first, then the youngest sequence is preempted: it keeps its tokens,
-loses its entries and is read again later, which changes nothing of what it will say.
+When pages run out, drafts are cut first. Then the youngest sequence is preempted: it keeps its tokens,
+loses its KV and is computed again later, which changes nothing of its text.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
-from operator import itemgetter
 
 from outstride.cache.pool import Moves, PagePool
 from outstride.core.contracts import Demand
 from outstride.core.proposal import TARGET
-from outstride.core.sequence import Sequence, Status, Table
-from outstride.engine.cost import Cost, Drafts
-from outstride.engine.pieces import Chunking, Reader, Talker, spare
-
-PROMISE = 1.02
-"""What drafting has to promise over not drafting: whoever picks the best estimates picks high ones."""
-
-
-@dataclass(slots=True)
-class Share:
-    """One sequence's part in a pass: how many given nodes, and room for how many others."""
-
-    sequence: Sequence
-    given: int
-    room: int
-    pending: int
-    """How many settled tokens the target has not read."""
-    gain: float = 0.0
-    """Accepted tokens expected of nodes that the plan granted for what they are worth."""
-    ask: bool = True
-    """Whether a trained part is worth asking."""
-    prices: tuple[float, ...] = ()
-    """What each further node has to promise to be worth its place, where a trained part is asked."""
-    cached: int = 0
-    """Behind how many entries of the target it stands."""
-
-
-def pieces_of(shares: Iterable[Share]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """What of a pass reads prompts, and what talks: how many nodes, behind how many entries."""
-    reading, talking = [], []
-    for share in shares:
-        if _reads(share):
-            whole = share.given == share.pending
-            reading.append((share.given - whole, share.cached))
-        else:
-            talking.append((share.given + share.room, share.cached))
-    return reading, talking
-
-
-def _reads(share: Share) -> bool:
-    """Whether it is a piece of a prompt, the last one too."""
-    whole = share.given == share.pending
-    return not whole or (share.given > 1 and share.sequence.block is None)
+from outstride.core.sequence import Sequence, Status
+from outstride.engine.prefill_chunking import (
+    DecodingRequest,
+    PrefillChunking,
+    PrefillingRequest,
+    draft_budget,
+)
+from outstride.policy.draft_budget import Allocation, parts_of
+from outstride.policy.policy import DraftPolicy
 
 
 @dataclass(slots=True)
 class Plan:
-    """The shares of a pass, and the copies to make before it."""
+    """The allocations of a pass, and the KV copies to make before it."""
 
-    shares: list[Share] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)
     moves: Moves = field(default_factory=Moves)
+    budget: int = 0
+    """Nodes that are left to hand out."""
+    num_prefilling: int = 0
+    """How many sequences want prefill in this pass, those that may be admitted included."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Worth:
-    """Nodes that are worth their cost: by sequence, what is expected of each."""
-
-    rate: float
-    """Tokens per second."""
-    granted: dict[int, list[float]]
-    nodes: int
-    """Of the pass, those among them."""
-
-    def prices(self, cost: Cost, own: int, most: int) -> tuple[float, ...]:
-        """What the next nodes cost in tokens if `own` of the nodes are left out for them."""
-        first = self.nodes - own
-        curve = cost.curve(first + most)[first : first + most + 1]
-        return tuple([self.rate * (after - before) for before, after in pairwise(curve)])
+    def add(self, allocation: Allocation) -> None:
+        """Enters an allocation whose pages are reserved."""
+        self.allocations.append(allocation)
+        self.budget -= allocation.given + allocation.draft
 
 
 class _Demands(dict[Sequence, Demand]):
-    """What each sequence's method asked for, asked once per plan."""
+    """What each sequence's method demands, asked once per plan."""
 
     def __init__(self, ask: Callable[[Sequence], Demand]) -> None:
         super().__init__()
@@ -109,7 +65,7 @@ class _Demands(dict[Sequence, Demand]):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much one pass may take on."""
+    """The largest pass."""
 
     nodes: int = 256
     sequences: int = 64
@@ -118,34 +74,33 @@ class Limits:
 class Scheduler:
     """Continuous batching over one pool of the target's pages."""
 
-    def __init__(self, pools: Mapping[str, PagePool], limits: Limits) -> None:
+    def __init__(
+        self, pools: Mapping[str, PagePool], limits: Limits, policy: DraftPolicy | None = None
+    ) -> None:
         self._pools = pools
         self._pool = pools[TARGET]
         self.limits = limits
+        self.policy = policy or DraftPolicy()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._served: dict[int, int] = {}
-        self._clock = 0
-        self._chunking = Chunking()
-        self.cost: Cost | None = None
-        """What passes cost; there as soon as a method wants the plan to weigh its nodes."""
+        """By sequence: the step of its last allocation."""
+        self._step = 0
+        self._chunking = PrefillChunking()
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.running
         yield from self.waiting
 
     def add(self, sequence: Sequence) -> None:
-        self._queue(sequence)
-
-    def _queue(self, sequence: Sequence) -> None:
-        """By priority, and among equals by age."""
+        """Queues a sequence by priority, and among equals by age."""
         rank, place = (sequence.priority, sequence.id), len(self.waiting)
         while place and (self.waiting[place - 1].priority, self.waiting[place - 1].id) > rank:
             place -= 1
         self.waiting.insert(place, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forgets a sequence that ended and frees what it held."""
+        """Drops a sequence that ended and frees its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -160,143 +115,162 @@ class Scheduler:
         sequence.tables.clear()
 
     def adopt(self, sequence: Sequence) -> None:
-        """Takes in a fork that already has a table."""
+        """Adds a fork, which already has a block table."""
         sequence.status = Status.RUNNING
         self.running.append(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a sequence's pages away; it goes on later, ahead of newer ones."""
+        """Takes a sequence's pages away; it continues later, before newer ones."""
         self.running.remove(sequence)
         self._release(sequence)
         sequence.status = Status.WAITING
         sequence.counts.preempted += 1
-        self._queue(sequence)
+        self.add(sequence)
 
     # --- the plan ---------------------------------------------------------------------------------
 
     def plan(self, demand_of: Callable[[Sequence], Demand]) -> Plan:
-        """Shares out the next pass."""
-        self._clock += 1
-        plan, budget = Plan(), self.limits.nodes
-        demands, served = _Demands(demand_of), self._served
-        for sequence in list(self.running):
+        """Hands out the nodes of the next pass."""
+        self._step += 1
+        demands = _Demands(demand_of)
+        for sequence in list(self.running):  # a method that fails to answer ends its sequence
             demands[sequence]
-        pending = {sequence: self._pending(sequence) for sequence in self.running}
-        reads = {s: pending[s] > max(1, demands[s].least) for s in self.running}
-        order = sorted(
-            self.running,  # readers come last
-            key=lambda s: (reads[s], served.get(s.id, 0), s.priority, s.id),
-        )
-        self._chunking.begin(min((s.id for s in self.running if reads[s]), default=-1))
-        preempted = False
+        uncomputed = {sequence: self._num_uncomputed(sequence) for sequence in self.running}
+        prefills = {s: uncomputed[s] > max(1, demands[s].min_nodes) for s in self.running}
         places = self.limits.sequences - len(self.running)
-        readers = sum(reads.values()) + min(len(self.waiting), places)
+        plan = Plan(budget=self.limits.nodes)
+        plan.num_prefilling = sum(prefills.values()) + min(len(self.waiting), places)
+        self._chunking.begin(min((s.id for s in self.running if prefills[s]), default=-1))
+        if not self._allocate(plan, demands, uncomputed, prefills):
+            self._admit(plan, demands)
+        if any(allocation.is_prefill for allocation in plan.allocations):
+            self._bound_drafts(plan)
+        self._widen(plan, demands)
+        if any(demand.gains or demand.gains_with_head for demand in demands.values()):
+            for grant in self.policy.grants(plan.allocations, demands, plan.budget):
+                granted = self._extend(grant.allocation, grant.nodes, plan)
+                grant.allocation.gain = sum(grant.gains[:granted])
+        for allocation in plan.allocations:
+            self._served[allocation.sequence.id] = self._step
+        return plan
+
+    def _allocate(
+        self,
+        plan: Plan,
+        demands: _Demands,
+        uncomputed: Mapping[Sequence, int],
+        prefills: Mapping[Sequence, bool],
+    ) -> bool:
+        """Allocates what running sequences need at least; whether any sequence was preempted."""
+        preempted, served = False, self._served
+        order = sorted(
+            self.running,  # prefill comes last
+            key=lambda s: (prefills[s], served.get(s.id, 0), s.priority, s.id),
+        )
         for sequence in order:
             if sequence.status is not Status.RUNNING:
                 preempted = True
                 continue
-            room = budget
-            if reads[sequence]:
-                room = self._readable(sequence, pending[sequence], budget, readers, plan)
-            share = self._least(sequence, pending[sequence], demands[sequence], room, plan)
-            if share is None:
+            limit = plan.budget
+            if prefills[sequence]:
+                limit = self._max_prefill(sequence, uncomputed[sequence], plan)
+            allocation = self._smallest(
+                sequence, uncomputed[sequence], demands[sequence], limit, plan
+            )
+            if allocation is None:
                 continue
-            if not self._reserve(share, plan):
+            if self._reserve(allocation, plan):
+                plan.add(allocation)
+            else:
                 preempted = True
-                continue
-            budget -= share.given + share.room
-            plan.shares.append(share)
-        if not preempted:
-            budget = self._admit(plan, demands, budget, readers)
-        pieces, talking = pieces_of(plan.shares)
-        if self.cost is not None and self.cost.usual and pieces and talking and budget > 0:
-            budget = spare(self.cost, pieces, talking, budget)
-        budget = self._widen(plan, demands, budget)
-        self._weigh(plan, demands, budget)
-        for share in plan.shares:
-            served[share.sequence.id] = self._clock
-        return plan
+        return preempted
 
-    def _readable(
-        self, sequence: Sequence, pending: int, budget: int, readers: int, plan: Plan
-    ) -> int:
-        """How much a prompt may read in a pass in which others talk, so that these hardly wait."""
-        pieces, talking = pieces_of(plan.shares)
-        if self.cost is None or not talking or sequence.block is not None:
+    def _max_prefill(self, sequence: Sequence, uncomputed: int, plan: Plan) -> int:
+        """Nodes of a prefill chunk that hardly delays the decoding sequences of the pass."""
+        cost, budget = self.policy.cost_model, plan.budget
+        if cost is None or sequence.block is not None:
             return budget
-        talkers = [
-            Talker(share.sequence.id, share.given + share.room, share.cached)
-            for share in plan.shares
-            if not _reads(share)
+        chunks, decoding = parts_of(plan.allocations)
+        if not decoding:
+            return budget
+        requests = [
+            DecodingRequest(
+                allocation.sequence.id, allocation.given + allocation.draft, allocation.cached
+            )
+            for allocation in plan.allocations
+            if not allocation.is_prefill
         ]
-        reader = Reader(sequence.id, len(sequence.tables[TARGET]), pending)
-        return min(budget, self._chunking.most(self.cost, reader, pieces, talkers, readers))
+        prompt = PrefillingRequest(sequence.id, len(sequence.tables[TARGET]), uncomputed)
+        return min(
+            budget, self._chunking.max_nodes(cost, prompt, chunks, requests, plan.num_prefilling)
+        )
 
-    def _pending(self, sequence: Sequence) -> int:
+    def _num_uncomputed(self, sequence: Sequence) -> int:
         if sequence.order:
-            return len(sequence.unread())
-        return sequence.tables[TARGET].lacking(len(sequence.tokens), sequence.block)
+            return len(sequence.uncomputed())
+        return sequence.tables[TARGET].num_uncomputed(len(sequence.tokens), sequence.block)
 
-    def _least(
-        self, sequence: Sequence, pending: int, demand: Demand, budget: int, plan: Plan
-    ) -> Share | None:
-        """The smallest useful share, or None if this pass has no place for it."""
-        readable = pending
-        if demand.until is not None:
-            readable = min(pending, demand.until - len(sequence.tables[TARGET]))
-        chunk = self._chunk(readable, budget if plan.shares else max(budget, 1), sequence.block)
-        least = demand.least if chunk == pending else 0
-        if chunk + least > budget and plan.shares:
-            # One canvas that no pass has room for is let in, or it would wait for ever.
-            most = self.limits.nodes
-            if least <= most or any(share.room > most for share in plan.shares):
+    def _smallest(
+        self, sequence: Sequence, uncomputed: int, demand: Demand, budget: int, plan: Plan
+    ) -> Allocation | None:
+        """The smallest useful allocation, or None if this pass has no room for it."""
+        reachable, cached = uncomputed, len(sequence.tables[TARGET])
+        if demand.prefill_until is not None:
+            reachable = min(uncomputed, demand.prefill_until - cached)
+        limit = budget if plan.allocations else max(budget, 1)
+        chunk = self._chunk_size(reachable, limit, sequence.block)
+        min_nodes = demand.min_nodes if chunk == uncomputed else 0
+        if chunk + min_nodes > budget and plan.allocations:
+            # One canvas that is larger than any pass is let in, or it would wait for ever.
+            max_nodes = self.limits.nodes
+            if min_nodes <= max_nodes or any(s.draft > max_nodes for s in plan.allocations):
                 return None
-        if chunk == 0 and least == 0:
+        if chunk == 0 and min_nodes == 0:
             return None
-        return Share(sequence, chunk, least, pending, cached=len(sequence.tables[TARGET]))
+        return Allocation(sequence, chunk, min_nodes, uncomputed, cached=cached)
 
-    def _chunk(self, pending: int, budget: int, block: int | None) -> int:
-        """How much of what is pending fits, ending where the model may be cut."""
-        if pending <= budget or block is None:
-            return max(0, min(pending, budget))  # one canvas may be larger than the budget
+    def _chunk_size(self, uncomputed: int, budget: int, block: int | None) -> int:
+        """How many uncomputed tokens fit, ending where the model may be cut."""
+        if uncomputed <= budget or block is None:
+            return max(0, min(uncomputed, budget))  # one canvas may be larger than the budget
         return max(1, budget // block) * block
 
-    def _reserve(self, share: Share, plan: Plan) -> bool:
-        """Pages for a share, by preempting younger sequences if need be."""
+    def _reserve(self, allocation: Allocation, plan: Plan) -> bool:
+        """Reserves the pages of an allocation, by preempting younger sequences if necessary."""
         while True:
-            table = share.sequence.tables[TARGET]
-            moves = self._pool.reserve(table, share.given + share.room)
-            if moves is not None:
-                if moves:
-                    plan.moves.add(moves)
+            if self._take_pages(allocation, 0, plan):
                 return True
-            planned = {s.sequence.id for s in plan.shares}
+            planned = {s.sequence.id for s in plan.allocations}
             victims = [s for s in self.running if s.id not in planned]
             victim = max(victims, key=lambda s: (s.priority, s.id))
             self.preempt(victim)
-            if victim is share.sequence:
+            if victim is allocation.sequence:
                 return False
 
-    def _admit(self, plan: Plan, demands: _Demands, budget: int, readers: int) -> int:
-        """Takes in waiting sequences while nodes and pages last."""
-        while self.waiting and len(self.running) < self.limits.sequences and budget > 0:
+    def _admit(self, plan: Plan, demands: _Demands) -> None:
+        """Admits waiting sequences while nodes and pages last."""
+        while self.waiting and len(self.running) < self.limits.sequences and plan.budget > 0:
             sequence = self.waiting[0]
             demand = demands[sequence]
             if sequence.status is Status.FINISHED:
-                continue  # its method failed to say what it wants
+                continue  # its method failed to answer
             reuse = sequence.params.prompt_logprobs is None or len(sequence.output) > 0
             reuse = reuse and not sequence.order
-            table = self._pool.open(sequence.common, sequence.salt, sequence.block, reuse=reuse)
-            unread = len(sequence.tokens) - len(table)
-            if self._pool.pages_for(unread) + 1 > self._pool.available and self.running:
+            table = self._pool.open(sequence.shareable, sequence.salt, sequence.block, reuse=reuse)
+            missing = len(sequence.tokens) - len(table)
+            if self._pool.pages_for(missing) + 1 > self._pool.available and self.running:
                 self._pool.close(table)
                 break
             sequence.tables = {TARGET: table}
-            pending = self._pending(sequence)
-            room = self._readable(sequence, pending, budget, readers, plan)
-            share = self._least(sequence, pending, demand, room, plan)
-            moves = self._pool.reserve(table, share.given + share.room) if share else None
-            if share is None or moves is None:
+            uncomputed = self._num_uncomputed(sequence)
+            limit = self._max_prefill(sequence, uncomputed, plan)
+            allocation = self._smallest(sequence, uncomputed, demand, limit, plan)
+            moves = (
+                self._pool.reserve(table, allocation.given + allocation.draft)
+                if allocation
+                else None
+            )
+            if allocation is None or moves is None:
                 self._pool.close(table)
                 sequence.tables = {}
                 break
@@ -305,104 +279,41 @@ class Scheduler:
             self.waiting.popleft()
             sequence.status = Status.RUNNING
             self.running.append(sequence)
-            budget -= share.given + share.room
-            plan.shares.append(share)
-        return budget
+            plan.add(allocation)
 
-    def _widen(self, plan: Plan, demands: _Demands, budget: int) -> int:
-        """Gives drafts of a given size what is left."""
+    def _widen(self, plan: Plan, demands: _Demands) -> None:
+        """Gives drafts of a size of their own what is left of the budget."""
         wishes = []
-        for share in plan.shares:
-            demand = demands[share.sequence]
-            extra = demand.most - share.room
-            if extra > 0 and share.given == share.pending:
-                wishes.append((demand.gain / demand.most, share, extra))
+        for allocation in plan.allocations:
+            demand = demands[allocation.sequence]
+            extra = demand.max_nodes - allocation.draft
+            if extra > 0 and allocation.given == allocation.uncomputed:
+                wishes.append((demand.gain / demand.max_nodes, allocation, extra))
         wishes.sort(key=lambda wish: (-wish[0], wish[1].sequence.id))
-        for place, (_, share, extra) in enumerate(wishes):
-            fair = max(1, budget // (len(wishes) - place)) if budget > 0 else 0
-            extra = min(extra, fair)
-            while extra > 0:
-                table: Table = share.sequence.tables[TARGET]
-                moves = self._pool.reserve(table, share.given + share.room + extra)
-                if moves is not None:
-                    plan.moves.add(moves)
-                    share.room += extra
-                    budget -= extra
-                    break
-                extra //= 2
-        return budget
+        for place, (_, allocation, extra) in enumerate(wishes):
+            fair = max(1, plan.budget // (len(wishes) - place)) if plan.budget > 0 else 0
+            plan.budget -= self._extend(allocation, min(extra, fair), plan)
 
-    def _weigh(self, plan: Plan, demands: _Demands, budget: int) -> None:
-        """Grants nodes, best first, as far as tokens per second are expected to rise.
+    def _bound_drafts(self, plan: Plan) -> None:
+        """Lowers the budget of drafts in a pass that prefills while other sequences decode."""
+        chunks, decoding = parts_of(plan.allocations)
+        cost = self.policy.cost_model
+        if cost is not None and chunks and decoding and plan.budget > 0 and cost.usual_step:
+            plan.budget = draft_budget(cost, chunks, decoding, plan.budget)
 
-        Where trained parts could be asked first, they are, if that promises more than not asking.
-        """
-        if self.cost is None or budget <= 0:
-            return
-        if not any(demand.gains or demand.asking for demand in demands.values()):
-            return
-        emitting = [share for share in plan.shares if share.given == share.pending]
-        asking = [share for share in emitting if demands[share.sequence].asking]
-        chosen = self._worth(plan, emitting, demands, budget, asking=0)
-        if asking:
-            asked = self._worth(plan, emitting, demands, budget, asking=len(asking))
-            for share in asking:
-                share.ask = asked.rate > chosen.rate
-            if asked.rate > chosen.rate:
-                chosen = asked
-        for share in emitting:
-            gains = chosen.granted.get(share.sequence.id, [])
-            room = len(gains)
-            if share.ask and demands[share.sequence].asking and room:
-                demand = demands[share.sequence]
-                room = min(2 * room, len(demand.asking))  # priced when it is known
-                share.prices = chosen.prices(self.cost, len(gains), room)
-                if demand.whole:
-                    room = len(demand.asking)
-            table: Table = share.sequence.tables[TARGET]
-            while room:
-                moves = self._pool.reserve(table, share.given + share.room + room)
-                if moves is not None:
-                    plan.moves.add(moves)
-                    share.room += room
-                    share.gain = sum(gains[:room])
-                    break
-                room //= 2
+    def _extend(self, allocation: Allocation, nodes: int, plan: Plan) -> int:
+        """Adds draft nodes to an allocation as far as there are pages; how many were added."""
+        while nodes > 0:
+            if self._take_pages(allocation, nodes, plan):
+                allocation.draft += nodes
+                return nodes
+            nodes //= 2
+        return 0
 
-    def _worth(
-        self, plan: Plan, emitting: list[Share], demands: _Demands, budget: int, *, asking: int
-    ) -> _Worth:
-        """What is worth granting if so many ask their trained parts, or nobody does."""
-        assert self.cost is not None
-        offers: list[tuple[float, int, Share]] = []
-        for share in emitting:
-            demand = demands[share.sequence]
-            gains = (asking and demand.asking) or demand.gains
-            offers += [(gain, -place, share) for place, gain in enumerate(gains[:budget])]
-        if len(emitting) > 1:  # those of one are falling
-            offers.sort(key=itemgetter(0, 1), reverse=True)
-            del offers[budget:]
-        nodes = sum(share.given + share.room for share in plan.shares)
-        reading = sum(max(share.given - 1, 0) for share in emitting) + sum(
-            share.given for share in plan.shares if share.given < share.pending
-        )
-        curve = self.cost.curve(nodes + len(offers))
-        # Prompts are read in any case: what they cost does not make drafts any cheaper.
-        base = curve[max(nodes - reading, 1)] - curve[nodes]
-        undrafted = base + curve[nodes]
-        whole = asking > 0 and any(demands[share.sequence].whole for share in emitting)
-        kind = Drafts.of(asking, foreseen=whole and len(plan.shares) == 1)
-        base += self.cost.drafting(asking or len(emitting) or 1, kind)
-        tokens, worth = float(len(emitting)), 0
-        best = PROMISE * tokens / undrafted
-        for count, (gain, _, _) in enumerate(offers, start=1):
-            tokens += gain
-            if whole and count < len(offers):
-                continue  # it is drafted to the end or not at all
-            rate = tokens / (base + curve[nodes + count])
-            if rate > best:
-                best, worth = rate, count
-        granted: dict[int, list[float]] = {}
-        for gain, _, share in offers[:worth]:
-            granted.setdefault(share.sequence.id, []).append(gain)
-        return _Worth(best, granted, nodes + worth)
+    def _take_pages(self, allocation: Allocation, nodes: int, plan: Plan) -> bool:
+        """Reserves the pages of an allocation with further nodes; False if there are too few."""
+        table = allocation.sequence.tables[TARGET]
+        moves = self._pool.reserve(table, allocation.given + allocation.draft + nodes)
+        if moves:
+            plan.moves.add(moves)
+        return moves is not None

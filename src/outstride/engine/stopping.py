@@ -1,4 +1,4 @@
-"""When an answer ends: tokens one by one, whatever number of them a pass settled."""
+"""Stop rules. They look at tokens one by one, however many of them a pass settled."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from dataclasses import dataclass, field
 
 from outstride.core.params import SamplingParams
 
-Spell = Callable[[int], bytes]
+TokenToBytes = Callable[[int], bytes]
 """The bytes that a token adds to a text."""
 
 
 @dataclass(slots=True)
-class Text:
-    """The text of an output, decoded as tokens arrive: a token may end within a character."""
+class IncrementalText:
+    """The text of an output, detokenized as tokens arrive: a token may end within a character."""
 
-    spell: Spell
+    token_to_bytes: TokenToBytes
     stop: tuple[str, ...] = ()
     text: str = ""
     sent: int = 0
-    _unread: list[int] = field(default_factory=list)
+    _pending: list[int] = field(default_factory=list)
     _decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
 
     def append(self, token: int) -> None:
-        """Takes a token; without stop strings nobody needs its text before it is asked for."""
-        self._unread.append(token)
+        """Takes a token. Without stop strings it is detokenized only when the text is needed."""
+        self._pending.append(token)
         if self.stop:
-            self._read()
+            self._decode()
 
-    def _read(self) -> None:
-        for token in self._unread:
-            self.text += self._decoder.decode(self.spell(token))
-        self._unread.clear()
+    def _decode(self) -> None:
+        for token in self._pending:
+            self.text += self._decoder.decode(self.token_to_bytes(token))
+        self._pending.clear()
 
     def finish(self) -> None:
-        """No more tokens: whatever is incomplete is shown as it is."""
-        self._read()
+        """Ends the text: an incomplete character becomes U+FFFD."""
+        self._decode()
         self.text += self._decoder.decode(b"", final=True)
 
     def find_stop(self, since: int) -> int | None:
-        """Where the first stop string begins, if one was completed after `since` characters."""
+        """The start of the first stop string that was completed after `since` characters, or None."""
         found = [
             at for s in self.stop if (at := self.text.find(s, max(0, since - len(s) + 1))) >= 0
         ]
         return min(found) if found else None
 
     def cut(self, end: int) -> None:
-        """The text ends here."""
+        """Cuts the text at this character."""
         self.text = self.text[:end]
         self._decoder.reset()
 
-    def ready(self, *, final: bool) -> str:
-        """Text not handed out yet; the possible beginning of a stop string is held back."""
-        self._read()
+    def take_new(self, *, final: bool) -> str:
+        """The text since the last call; until `final`, a possible stop string is held back."""
+        self._decode()
         hold = 0
         if not final:
             for s in self.stop:
@@ -76,10 +76,10 @@ class Stopper:
     end_tokens: Collection[int]
     prompt_length: int
     limit: int
-    text: Text | None
+    text: IncrementalText | None
 
     def push(self, token: int, length: int) -> str | None:
-        """Takes a token that makes the sequence `length` long; says why it ends, if it ends."""
+        """Takes the token that makes the sequence `length` long; returns the finish reason, if any."""
         free = length - self.prompt_length >= self.params.min_tokens
         ends = token in self.end_tokens and not self.params.ignore_eos
         if free and (ends or token in self.params.stop_token_ids):

@@ -1,1 +1,1 @@
-"""Answers of a given shape: JSON schemas, regular expressions and grammars as masks over tokens."""
+"""Structured output: JSON schemas, regular expressions and grammars as masks over tokens."""

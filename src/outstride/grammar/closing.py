@@ -1,10 +1,9 @@
-"""The way to the end: how an answer that has begun can be finished in few tokens.
+"""Finishes structured output before `max_tokens` cuts it.
 
-A bound on tokens would otherwise cut an answer in the middle of its shape, and a cut JSON text is no
-JSON text. So a short way to the end is looked for: what is forced is taken, an end is taken where there
-may be one, and otherwise the token that closes most. It need not be the shortest way; that it is one is
-what counts. While it fits with room to spare, the model chooses freely; when room gets scarce, the way
-is followed.
+A bound on tokens would otherwise cut an answer in the middle, and cut JSON is not valid JSON. So the
+matcher searches a short completion: it takes forced tokens, ends where the grammar allows an end, and
+otherwise takes the token that closes most brackets. The completion need not be the shortest one. While
+it fits easily, the model chooses freely; near the bound, its tokens are the only ones allowed.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from llguidance import LLMatcher
 
-LONGEST = 400
+MAX_COMPLETION = 400
 """Tokens after which the search gives up."""
 SPARE = 16
-"""Room that is kept in any case: one token may open something that needs several to close."""
-FIRST = 48
-"""Tokens that are tried one by one: a mask of all costs a hundred times as much."""
+"""Extra tokens that are kept free: one token may open something that needs several to close."""
+CLOSING_TOKENS = 48
+"""Tokens that are tried one by one: a mask over the vocabulary costs a hundred times as much."""
 _CLOSING = b'"}]'
 
 
-class Closing:
-    """Finds ways to the end, for one vocabulary."""
+class CompletionSearch:
+    """Finds short completions of structured output, for one vocabulary."""
 
     def __init__(self, tokens: Sequence[bytes], ends: Collection[int]) -> None:
         self._ends = frozenset(ends)
@@ -34,34 +33,34 @@ class Closing:
         for end in ends:
             rank[end] = 0
         self._rank = rank
-        self._first = np.argsort(rank, kind="stable")[:FIRST].tolist()
+        self._first = np.argsort(rank, kind="stable")[:CLOSING_TOKENS].tolist()
 
-    def tail(self, matcher: LLMatcher) -> int:
-        """How long before a bound one has to begin to watch, for this shape."""
-        way = self.way(matcher, LONGEST)
-        return 0 if way is None else 3 * len(way) + 2 * SPARE
+    def margin(self, matcher: LLMatcher) -> int:
+        """How many tokens before the bound the search must begin, for this grammar."""
+        found = self.completion(matcher, MAX_COMPLETION)
+        return 0 if found is None else 3 * len(found) + 2 * SPARE
 
     def next(self, matcher: LLMatcher, left: int) -> int | None:
-        """The token that must follow now for an end within `left` tokens; None: there is a choice."""
-        way = self.way(matcher, LONGEST)
-        if not way or left > len(way) + SPARE:
+        """The token that must follow now to end within `left` tokens; None: the model may choose."""
+        found = self.completion(matcher, MAX_COMPLETION)
+        if not found or left > len(found) + SPARE:
             return None
-        return way[0]
+        return found[0]
 
-    def way(self, matcher: LLMatcher, most: int) -> list[int] | None:
-        """Tokens to the end, its mark included, or None if none was found."""
-        matcher, way = matcher.deep_copy(), list[int]()
-        while len(way) < most:
+    def completion(self, matcher: LLMatcher, max_tokens: int) -> list[int] | None:
+        """Tokens to the end, the end token included, or None if none was found."""
+        matcher, found = matcher.deep_copy(), list[int]()
+        while len(found) < max_tokens:
             if matcher.is_stopped() or matcher.is_accepting():
-                return [*way, min(self._ends)]
+                return [*found, min(self._ends)]
             step = matcher.compute_ff_tokens() or [self._best(matcher)]
             if step[0] < 0 or matcher.try_consume_tokens(step) != len(step):
                 return None
-            way += step
+            found += step
         return None
 
     def _best(self, matcher: LLMatcher) -> int:
-        """The token that closes most; the likely ones are tried before all are looked at."""
+        """The allowed token that closes most; likely ones are tried before the whole vocabulary."""
         for token in self._first:
             if matcher.validate_tokens([token]) == 1:
                 return int(token)
@@ -73,7 +72,7 @@ class Closing:
 
 
 def _rank(text: bytes) -> int:
-    """How well a token closes: ends of strings, objects and arrays, then short plain values."""
+    """The rank of a token for closing: ends of strings, objects and arrays, then short values."""
     if not text:
         return 250
     if text[:1] in (b'"', b"}", b"]"):

@@ -1,7 +1,7 @@
-"""The Python surface: `LLM` for scripts, `AsyncLLM` for programs that await."""
+"""The Python API: `LLM`, and `AsyncLLM` for asyncio."""
 
-from outstride.llm.awaiting import AsyncLLM
+from outstride.llm.async_llm import AsyncLLM
 from outstride.llm.base import Message, Prompt
-from outstride.llm.blocking import LLM
+from outstride.llm.sync_llm import LLM
 
 __all__ = ["LLM", "AsyncLLM", "Message", "Prompt"]

@@ -1,46 +1,38 @@
-"""What both surfaces share: a model, its tokenizer, an engine, and requests on their way."""
+"""`LLMBase`: what `LLM` and `AsyncLLM` share: a model, its tokenizer, an engine, and requests."""
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outstride import registry
 from outstride.core.contracts import Grammar, Method
-from outstride.core.holes import Holes, parse
+from outstride.core.infill import parse
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET
-from outstride.core.sequence import Sequence
-from outstride.core.shape import Shape
+from outstride.core.structured_output import OutputFormat
 from outstride.engine.engine import Engine
-from outstride.engine.runner import Event, Runner, Ticket
+from outstride.engine.engine_thread import EngineThread, OutputEvent, RequestHandle
 from outstride.engine.scheduler import Limits
-from outstride.errors import (
-    InvalidParams,
-    InvalidPrompt,
-    ModelNotFound,
-    OutstrideError,
-    RequestError,
-    UnsupportedModel,
-    VocabularyMismatch,
-)
-from outstride.llm.garbage import spare_imports
+from outstride.errors import InvalidParams, InvalidPrompt, OutstrideError, RequestError
+from outstride.llm.attachments import SHIPPED, Attachments
+from outstride.llm.gc_freeze import freeze_imports
+from outstride.llm.pending import PendingRequest
+from outstride.models.fetch import cache_dir
 from outstride.models.load import Loaded, load
-from outstride.results import Chunk, Completion, Filled, Result, completion_of, prompt_logprobs_of
+from outstride.policy.policy import DraftPolicy
+from outstride.results import Filled, Result
 
 if TYPE_CHECKING:
-    from outstride.grammar.guide import Guides
+    from outstride.grammar.matcher import GrammarCompiler
 
 AUTO = "auto"
-ADAPTER, SHIPPED = "diffusion-adapter", "shipped"
-"""The recipe that makes adapters, and the name of the one that comes with the package."""
-Shaped: TypeAlias = Shape | Mapping[str, Any]
-"""A shape, or a JSON schema."""
+FormatLike: TypeAlias = OutputFormat | Mapping[str, Any]
+"""An `OutputFormat`, or a JSON schema."""
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Seq[int] | Seq[Message]
 """Raw text, token ids, or the messages of a conversation."""
@@ -50,85 +42,36 @@ def _is_messages(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
-def _is_one(prompts: Any) -> bool:
+def _is_single(prompts: Any) -> bool:
     """Whether this is one prompt rather than a list of them."""
     if isinstance(prompts, str) or _is_messages(prompts):
         return True
     return bool(len(prompts)) and all(isinstance(t, int) for t in prompts)
 
 
-def _nobody(event: Event) -> None:
-    """Where the events of a request go before somebody listens."""
+def _ignore(event: OutputEvent) -> None:
+    """The callback of a request that is not submitted yet."""
     del event
 
 
-@dataclass(eq=False, slots=True)
-class Asked:
-    """A request under way: its events become chunks and a result."""
-
-    ticket: Ticket
-    trace: bool
-    holes: Holes | None = None
-    done: bool = False
-    started: float = field(default_factory=time.perf_counter)
-    texts: dict[int, str] = field(default_factory=dict)
-    seen: dict[int, int] = field(default_factory=dict)
-    outputs: dict[int, Completion] = field(default_factory=dict)
-    leader: Sequence | None = None
-    error: Exception | None = None
-
-    def take(self, event: Event) -> Chunk | None:
-        """What an event adds; nothing if it only says how things ended."""
-        self.done = event.done
-        if event.error is not None:
-            self.error = event.error
-        if event.progress is None:
-            return None
-        sequence, now = event.progress.sequence, time.perf_counter()
-        index = sequence.index
-        if index == 0:
-            self.leader = sequence
-        if sequence.error is not None:
-            self.error = sequence.error
-        self.texts[index] = self.texts.get(index, "") + event.progress.text
-        trace = None
-        if self.trace:
-            done = self.seen.get(index, 0)
-            trace = sequence.trace[done:]
-            self.seen[index] = done + len(trace)
-        chunk = Chunk(event.progress.text, event.progress.tokens, index, trace)
-        if sequence.painted:
-            start = sequence.prompt_length
-            chunk.canvas = {p - start: token for p, token in event.progress.canvas.items()}
-        if event.progress.finished:
-            chunk.completion = self.outputs[index] = completion_of(
-                sequence,
-                self.texts[index],
-                now - self.started,
-                (sequence.spoke or now) - self.started,
-                trace=self.trace,
-            )
-        return chunk
-
-    def piece(self, event: Event) -> Chunk | None:
-        """The same for a stream: raises what went wrong, and passes on what there is to show."""
-        chunk = self.take(event)
-        if self.error is not None:
-            raise self.error
-        return chunk if chunk is not None and (self.ticket.painted or chunk) else None
-
-    def result(self) -> Result:
-        """Everything that was said."""
-        return Result(
-            prompt_token_ids=self.ticket.tokens,
-            outputs=[self.outputs[i] for i in sorted(self.outputs)],
-            prompt_logprobs=prompt_logprobs_of(self.leader) if self.leader else None,
-            error=self.error,
-        )
+def _spread(what: str, value: Any, count: int) -> list[Any]:
+    """One value for all prompts, or one for each."""
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{len(value)} values of {what} for {count} prompts")
+    return list(value)
 
 
-class Base:
-    """A model, its tokenizer and an engine; what both surfaces share."""
+def raise_single_error(results: list[Result]) -> list[Result]:
+    """The results; raises the error of a request that was the only one."""
+    if len(results) == 1 and results[0].error is not None:
+        raise results[0].error
+    return results
+
+
+class LLMBase:
+    """A model, its tokenizer and an engine with its thread."""
 
     def __init__(
         self,
@@ -137,168 +80,121 @@ class Base:
         pages: int | None = None,
         max_nodes: int = 256,
         max_sequences: int = 64,
+        device: str = "auto",
         weights: str = "auto",
         adapter: str | Path | None = None,
     ) -> None:
-        """adapter: the folder of a diffusion adapter, or `shipped`: masked methods work then, too."""
-        self._pages, self._weights = pages, weights
+        """adapter: the folder of a diffusion adapter, or `shipped`. It enables masked methods."""
         if not isinstance(model, Loaded):
-            spare_imports()
-            model = load(str(model), pages=pages, weights=weights)
+            freeze_imports()
+            model = load(str(model), pages=pages, device=device, weights=weights)
         loaded = model
         if max_nodes < 1 or max_sequences < 1:
             raise InvalidParams("max_nodes and max_sequences must be at least 1")
         self.name = loaded.name
+        self.device, self.weights = loaded.device, loaded.weights
         self.model = loaded.model
         self.tokenizer = loaded.tokenizer
         self.engine = Engine(
             {TARGET: loaded.model},
             limits=Limits(nodes=max_nodes, sequences=max_sequences),
             end_tokens=self.tokenizer.eos_ids,
-            spell=self._spell,
+            token_to_bytes=self._token_to_bytes,
+            policy=DraftPolicy(folder=cache_dir() / "cost-curves"),
         )
-        self._runner = Runner(self.engine)
+        self.engine_thread = EngineThread(self.engine)
+        """The one thread that steps the engine. It starts with the first request."""
+        self._attachments = Attachments(
+            self.engine_thread, loaded, pages=pages, device=self.device, weights=weights
+        )
         self._methods: dict[str, Method] = {}
-        self._guides: Guides | None = None
+        self._building = threading.RLock()
+        self._compiler: GrammarCompiler | None = None
         registry.discover()
         if adapter is not None:
             self.adapt(adapter)
 
     def adapt(self, adapter: str | Path = SHIPPED) -> None:
         """Attaches a diffusion adapter by its folder; `shipped` is the one of the package."""
-        if self.model.masking is not None:
-            raise UnsupportedModel(f"{self.name} fills in masks already and takes no adapter")
-        named = "" if str(adapter) == SHIPPED else str(adapter)
-        self._graft(ADAPTER, named, needed=True)
+        self._attachments.adapter(adapter)
 
-    def _spell(self, token: int) -> bytes:
-        """What a token adds to an answer: marks of structure add nothing."""
+    def _token_to_bytes(self, token: int) -> bytes:
+        """The bytes that a token adds to an answer; a special token adds none."""
         return b"" if self.tokenizer.is_special(token) else self.tokenizer.token_bytes(token)
 
     @property
     def fingerprint(self) -> str:
-        """Names what the promise covers: weights, operations and build."""
+        """Names weights, operations and build. With the same one, a request has the same text."""
         return self.model.fingerprint
 
     @property
     def default_method(self) -> str:
-        """What requests get that name no method: the plainest that the model can be decoded with."""
-        return "plain" if self.model.vision.block is None else "steps"
+        """The method of requests that name none: the simplest one that the model supports."""
+        return "plain" if self.model.attention_pattern.block is None else "steps"
 
     def method(self, spec: str | Method | None = None) -> Method:
-        """A method as written, with the models that it needs loaded; built once."""
+        """A method by its spec, with the models that it needs loaded. It is built once."""
         if isinstance(spec, Method):
             return spec
         spec = spec or self.default_method
-        if spec not in self._methods:
-            self._methods[spec] = self.build(spec)
-        return self._methods[spec]
+        with self._building:
+            if spec not in self._methods:
+                self._methods[spec] = self.build(spec)
+            return self._methods[spec]
 
     def prepare(self, spec: str | Method | None = None) -> None:
-        """Loads what a method needs and measures what passes cost; else its first request waits for it.
+        """Loads what a method needs and measures the cost of passes; otherwise its first request does.
 
-        Others that run wait between two passes.
+        Requests that run meanwhile wait between two passes.
         """
-        method, done = self.method(spec), Future[None]()
-
-        def measured() -> None:
-            try:
-                self.engine.roster.prepare(method)
-                done.set_result(None)
-            except Exception as error:
-                done.set_exception(error)
-
-        self._runner.ask(measured)
-        done.result()
+        method = self.method(spec)
+        self.engine_thread.call(lambda: self.engine.warm_up(method))
 
     def build(self, spec: str) -> Method:
-        """A new method as written. `auto` is the default where the model only fills in masks."""
+        """A new method by its spec. `auto` is the default method on models that only fill in masks."""
         entry, options = registry.parse(spec)
-        if entry.name == AUTO and not self._continues:
+        if entry.name == AUTO and not self._autoregressive:
             return registry.build(self.default_method)
         given = {}
         if "model" in {option.name for option in entry.options}:
-            given["model"] = self._draft_model(str(options["model"]))
+            given["model"] = self._attachments.draft_model(str(options["model"]))
         if "from" in {option.name for option in entry.options}:
-            needed = "trained part" in entry.needs
-            kind, named = entry.drafter.part, str(options.get("from", ""))
-            owner = given["model"] if entry.drafter.part_of_draft else TARGET
-            given["from"] = self._graft(kind, named, needed=needed, owner=owner)
+            needed = any(need.startswith(("trained ", "draft head")) for need in entry.needs)
+            kinds, named = entry.drafter.head_kinds(options), str(options.get("from", ""))
+            owner = given["model"] if entry.drafter.head_on_draft_model else TARGET
+            given["from"] = self._attachments.draft_head(
+                *kinds, name=named, needed=needed, owner=owner
+            )
         return registry.build(spec, **given)
 
     @property
-    def _continues(self) -> bool:
+    def _autoregressive(self) -> bool:
         """Whether the model can be decoded autoregressively."""
-        masking = self.model.masking
-        return self.model.vision.block is None or (masking is not None and masking.causal)
+        spec = self.model.masked_spec
+        return self.model.attention_pattern.block is None or (spec is not None and spec.causal)
 
     def shaped(
-        self, method: Method, shape: Shaped | None, params: SamplingParams
+        self, method: Method, shape: FormatLike | None, params: SamplingParams
     ) -> tuple[Method, Grammar | None]:
-        """A method, and a grammar beside it, for answers of this shape."""
+        """The method and the grammar for structured output of this shape."""
         if shape is None:
             return method, None
-        from outstride.grammar.guide import Guides
         from outstride.grammar.guided import guided
+        from outstride.grammar.matcher import GrammarCompiler
 
-        if not isinstance(shape, Shape):
-            shape = Shape.schema(shape)
-        if self._guides is None:
-            self._guides = Guides(self.tokenizer, self.model.vocab_size)
-        guide = self._guides.compile(shape, params.max_tokens)
-        return guided(method, guide), guide
-
-    def _draft_model(self, name: str) -> str:
-        key = f"draft {name}"
-        if key not in self.engine.passes.models:
-            loaded = load(name, pages=self._pages, weights=self._weights)
-            if not self.tokenizer.same_vocabulary(loaded.tokenizer):
-                raise VocabularyMismatch(
-                    f"{name} cannot draft for {self.name}: their vocabularies differ "
-                    f"({loaded.tokenizer.vocab_size} and {self.tokenizer.vocab_size} tokens)"
-                )
-            self.engine.passes.add(key, loaded.model)
-        return key
-
-    def _graft(self, kind: str, name: str, *, needed: bool, owner: str = TARGET) -> str:
-        """A trained part by the name of its folder, attached; by default the one that is shipped.
-
-        owner: the model that it belongs to.
-        """
-        from outstride.models import grafts
-
-        if name == "none" or (kind == ADAPTER and not name and self.model.masking is not None):
-            return ""
-        folder, config = (
-            Path(name).expanduser() if name else None,
-            getattr(self.model, "config", None),
-        )
-        if folder is None and config is not None:
-            folder = grafts.shipped(config, self.tokenizer.digest, kind)
-        if folder is None:
-            if needed:
-                user = "self-diffuse" if kind == ADAPTER else kind
-                raise ModelNotFound(
-                    f"no trained part is shipped for {self.name}: make one with `outstride train "
-                    f"{kind}`, and name its folder, as in {user}:from=FOLDER"
-                )
-            return ""
-        key = str(folder.resolve())
-        model: Any = self.engine.passes.models[owner]
-        if key not in model.grafts and key not in model.filters:
-            grafts.attach(model, key, folder, self.tokenizer.digest)
-            self.engine.passes.adapted(owner)
-        if owner != TARGET:  # methods find all judges in one place
-            self.model.filters[key] = model.filters[key]
-        if (made := (model.grafts.get(key) or model.filters[key]).kind) != kind:
-            raise UnsupportedModel(
-                f"{folder} holds a part of the recipe {made!r}, which the method {made!r} drafts with; "
-                f"what is wanted here is one of {kind!r}"
-            )
-        return key
+        if not isinstance(shape, OutputFormat):
+            shape = OutputFormat.schema(shape)
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self.tokenizer, self.model.vocab_size)
+        matcher = self._compiler.compile(shape, params.max_tokens)
+        return guided(method, matcher), matcher
 
     def encode(self, prompt: Prompt, *, chat: bool = False) -> list[int]:
-        """The token ids of a prompt: text as it stands, a conversation by the chat template."""
+        """The token ids of a prompt: raw text, or a conversation with the chat template.
+
+        Special tokens that are written out in raw text become their ids; in chat messages they stay
+        text.
+        """
         if isinstance(prompt, str):
             if chat:
                 prompt = [{"role": "user", "content": prompt}]
@@ -313,39 +209,49 @@ class Base:
             raise InvalidPrompt("a prompt is text, token ids, or messages with role and content")
         return tokens
 
-    def _ask(
+    def _request(
         self,
         prompt: Prompt,
         params: SamplingParams | None,
         method: str | Method | None,
-        shape: Shaped | None = None,
+        shape: FormatLike | None = None,
         *,
         chat: bool = False,
         trace: bool = False,
         salt: str = "",
-        watched: bool = False,
+        streaming: bool = False,
         canvas: bool = False,
-    ) -> Asked:
-        """A request that is ready to be handed in."""
+    ) -> PendingRequest:
+        """A request that is ready to be submitted."""
         tokens, params = self.encode(prompt, chat=chat), params or SamplingParams()
         built, grammar = self.shaped(self.method(method), shape, params)
-        ticket = Ticket(tokens, params, built, _nobody, salt, watched, painted=canvas)
-        ticket.grammar = grammar
-        return Asked(ticket, trace)
+        handle = RequestHandle(
+            tokens, params, built, _ignore, salt, streaming, stream_canvas=canvas, grammar=grammar
+        )
+        return PendingRequest(handle, trace)
 
-    def _ask_all(
-        self, prompts: Any, params: Any, method: Any, shape: Any, **how: Any
-    ) -> list[Asked | OutstrideError]:
-        """One request for each prompt; what is wrong with one says so in its place."""
-        found: list[Asked | OutstrideError] = []
-        for request in self._requests(prompts, params, method, shape):
+    def _requests(
+        self, prompts: Any, params: Any, method: Any, shape: Any, **options: Any
+    ) -> list[PendingRequest | OutstrideError]:
+        """One request for each prompt, or the error of a request that is wrong."""
+        listed = [prompts] if _is_single(prompts) else list(prompts)
+        count = len(listed)
+        spread = zip(
+            listed,
+            _spread("params", params, count),
+            _spread("method", method, count),
+            _spread("shape", shape, count),
+            strict=True,
+        )
+        found: list[PendingRequest | OutstrideError] = []
+        for arguments in spread:
             try:
-                found.append(self._ask(*request, **how))
+                found.append(self._request(*arguments, **options))
             except OutstrideError as error:
                 found.append(error)
         return found
 
-    def _ask_filling(
+    def _infill_request(
         self,
         text: str,
         params: SamplingParams | None,
@@ -353,60 +259,31 @@ class Base:
         *,
         trace: bool,
         salt: str,
-    ) -> Asked:
-        """A request for what stands in holes: they say how long the answer is."""
+    ) -> PendingRequest:
+        """An infilling request. The gaps determine how long the answer is."""
         encode = self.tokenizer.encode
-        holes = parse(text, lambda piece, first: encode(piece, add_special=first))
-        size = holes.length - len(holes.prompt)
+        template = parse(text, lambda piece, first: encode(piece, add_special=first))
+        size = template.length - len(template.prompt)
         params = replace(
             params or SamplingParams(), max_tokens=size, min_tokens=size, ignore_eos=True
         )
-        asked = self._ask(holes.prompt, params, method, trace=trace, salt=salt)
-        asked.ticket.fixed, asked.holes = holes.fixed, holes
-        return asked
+        pending = self._request(template.prompt, params, method, trace=trace, salt=salt)
+        pending.handle.fixed, pending.template = template.fixed, template
+        return pending
 
-    def _filled(self, asked: Asked) -> list[Filled]:
-        if asked.error is not None:
-            raise asked.error
-        holes, decode = asked.holes, self.tokenizer.decode
-        assert holes is not None
+    def _filled(self, pending: PendingRequest) -> list[Filled]:
+        """The results of an infilling request; raises its error."""
+        if pending.error is not None:
+            raise pending.error
+        template, decode = pending.template, self.tokenizer.decode
+        assert template is not None
         found = []
-        for output in asked.result().outputs:
-            tokens = [*holes.prompt, *output.token_ids]
-            spans = [decode([tokens[p] for p in span]) for span in holes.spans]
+        for output in pending.result().outputs:
+            tokens = [*template.prompt, *output.token_ids]
+            spans = [decode([tokens[p] for p in span]) for span in template.spans]
             found.append(Filled(decode(tokens), spans, output))
         return found
 
-    @staticmethod
-    def _alone(results: list[Result]) -> list[Result]:
-        """A request that was the only one raises what went wrong with it."""
-        if len(results) == 1 and results[0].error is not None:
-            raise results[0].error
-        return results
-
-    @staticmethod
-    def _spread(what: str, value: Any, count: int) -> list[Any]:
-        """One value for all prompts, or one for each."""
-        if not isinstance(value, list | tuple):
-            return [value] * count
-        if len(value) != count:
-            raise RequestError(f"{len(value)} values of {what} for {count} prompts")
-        return list(value)
-
-    def _requests(
-        self, prompts: Any, params: Any, method: Any, shape: Any
-    ) -> list[tuple[Any, Any, Any, Any]]:
-        listed = [prompts] if _is_one(prompts) else list(prompts)
-        return list(
-            zip(
-                listed,
-                self._spread("params", params, len(listed)),
-                self._spread("method", method, len(listed)),
-                self._spread("shape", shape, len(listed)),
-                strict=True,
-            )
-        )
-
     def close(self) -> None:
-        """Ends the engine; what runs is cancelled."""
-        self._runner.close()
+        """Ends the engine; running requests are cancelled."""
+        self.engine_thread.close()

@@ -1,4 +1,4 @@
-"""From rows of raw logits to `Scores`: the rule of `sampling`, node by node."""
+"""From raw logits to `Scores`: applies `core.sampling` node by node."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ def select(
     raw: FloatArray,
     hidden: Mapping[int, FloatArray] | None = None,
 ) -> Scores:
-    """What the proposal wants, from one row of raw logits per node. -1 stands for no more tokens."""
+    """The requested outputs of a proposal, from one row of raw logits per node.
+
+    Rows of `best` with fewer tokens than requested are filled up with -1.
+    """
     wants = proposal.wants
     count = max(1, min(wants.best, raw.shape[1]))
     chosen = np.full((len(nodes), count), -1, dtype=np.int64)
     listed, rows = [], []
     for i, (node, row) in enumerate(zip(nodes.tolist(), raw, strict=True)):
-        rules = proposal.rules.get(node)
-        ruled = row if rules is None else rules.apply(row)
+        processors = proposal.processors.get(node)
+        processed = row if processors is None else processors.apply(row)
         position = int(proposal.graph.positions[node]) + proposal.offset
-        found = best(ruled, proposal.draw, position, count)
+        found = best(processed, proposal.sampling, position, count)
         chosen[i, : len(found)] = found
         if wants.logprobs is not None:
             token = wants.of.get(node, int(found[0]))
             listed.append(tuple(logprobs(row, [token], wants.logprobs)))
         if wants.rows:
-            rows.append(probabilities(ruled, proposal.draw))
+            rows.append(probabilities(processed, proposal.sampling))
     return Scores(
         nodes=nodes,
         best=chosen,

@@ -1,4 +1,4 @@
-"""From a request's parameters to the rules of each node: they depend on the node's path alone."""
+"""The logits processors of each node, from the request's parameters and the node's path alone."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from outstride.core.contracts import Grammar
 from outstride.core.graph import MIXTURE, BoolArray, NodeId
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import Proposal
-from outstride.core.sampling import Draw, Purpose, Rules
+from outstride.core.sampling import LogitsProcessors, Purpose, SamplingSpec
 from outstride.core.sequence import Sequence
 from outstride.errors import InvalidGrammar
 
-COLDEST = 1e-5
+MIN_TEMPERATURE = 1e-5
 """Temperatures below this are taken as 0."""
 
 
-def draw_of(params: SamplingParams, seed: int, index: int, purpose: Purpose) -> Draw:
+def sampling_spec(params: SamplingParams, seed: int, index: int, purpose: Purpose) -> SamplingSpec:
     """The request's temperature, filters and noise, for one purpose."""
-    if params.temperature < COLDEST:
-        return Draw(seed=seed, index=index, purpose=purpose)
-    return Draw(
+    if params.temperature < MIN_TEMPERATURE:
+        return SamplingSpec(seed=seed, index=index, purpose=purpose)
+    return SamplingSpec(
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
@@ -35,18 +35,18 @@ def draw_of(params: SamplingParams, seed: int, index: int, purpose: Purpose) -> 
 
 
 def attach(sequence: Sequence, proposal: Proposal, end_tokens: Collection[int]) -> Proposal:
-    """The proposal with the request's draw, and with rules for each node that is scored."""
-    params, purpose = sequence.params, proposal.draw.purpose
-    if purpose not in sequence.draws:
-        sequence.draws[purpose] = draw_of(params, sequence.seed, sequence.index, purpose)
-    proposal.draw = sequence.draws[purpose]
-    if not params.has_rules and sequence.grammar is None:
+    """Sets the sampling of a proposal, and the logits processors of each node that is scored."""
+    params, purpose = sequence.params, proposal.sampling.purpose
+    if purpose not in sequence.sampling:
+        sequence.sampling[purpose] = sampling_spec(params, sequence.seed, sequence.index, purpose)
+    proposal.sampling = sequence.sampling[purpose]
+    if not params.has_processors and sequence.grammar is None:
         return proposal
     graph, start, grammar = proposal.graph, sequence.prompt_length, sequence.grammar
     settled = Counter(sequence.tokens[start:])
     known = set(sequence.tokens) if params.repetition_penalty != 1.0 else set()
-    silent = {t: float("-inf") for t in (*end_tokens, *params.stop_token_ids)}
-    rules: dict[int, Rules] = {}
+    forbidden_ends = {t: float("-inf") for t in (*end_tokens, *params.stop_token_ids)}
+    processors: dict[int, LogitsProcessors] = {}
     for node in proposal.wanted:
         above = [i for i in graph.path(NodeId(node)) if i >= proposal.given]
         drafted = [int(graph.tokens[i]) for i in above if not graph.probes[i]]
@@ -56,26 +56,26 @@ def attach(sequence: Sequence, proposal: Proposal, end_tokens: Collection[int]) 
                 penalty = params.presence_penalty + params.frequency_penalty * count
                 added[token] = added.get(token, 0.0) - penalty
         if int(graph.positions[node]) + proposal.offset - start < params.min_tokens:
-            added.update(silent)
-        rules[int(node)] = Rules(
-            scaled=tuple(known.union(drafted)) if params.repetition_penalty != 1.0 else (),
+            added.update(forbidden_ends)
+        processors[int(node)] = LogitsProcessors(
+            penalized=tuple(known.union(drafted)) if params.repetition_penalty != 1.0 else (),
             scale=params.repetition_penalty,
             added=added,
             allowed=_allowed(grammar, sequence.tokens[start:], drafted),
         )
-    proposal.rules = rules
+    proposal.processors = processors
     return proposal
 
 
-def _allowed(grammar: Grammar | None, said: list[int], drafted: list[int]) -> BoolArray | None:
-    """What may follow. A draft may end where nothing can; a text may not."""
+def _allowed(grammar: Grammar | None, output: list[int], drafted: list[int]) -> BoolArray | None:
+    """The tokens that the grammar allows next. Only a draft may reach a path without any."""
     if grammar is None:
         return None
-    mask = grammar.allowed([*said, *drafted])
+    mask = grammar.allowed([*output, *drafted])
     if mask is not None and not drafted and not mask.any():
         raise InvalidGrammar(
-            f"no token of this model leads on behind {len(said)} tokens of the answer in the shape "
-            "that was asked for: it needs characters that the vocabulary does not have"
+            f"after {len(output)} tokens of the answer, no token of this model continues the "
+            "structured output: it needs characters that the vocabulary does not have"
         )
     return mask
 
@@ -87,44 +87,46 @@ def attach_masked(
     mask: int,
     vocab_size: int,
 ) -> Proposal:
-    """The same for a model that fills in masks, which never answers with a mask.
+    """`attach` for a model that fills in masks. The mask itself is never an output token.
 
-    A node goes by what is settled anywhere, and by what its rival canvas assumes. A grammar can speak
-    only about the first gap: behind it nobody knows what comes before.
+    The processors of a node depend on all settled tokens, and on what its own alternative canvas
+    assumes. A grammar applies to the first gap only: after it, the text before is unknown.
     """
-    params, purpose, start = sequence.params, proposal.draw.purpose, sequence.prompt_length
-    if purpose not in sequence.draws:
-        sequence.draws[purpose] = draw_of(params, sequence.seed, sequence.index, purpose)
-    proposal.draw = sequence.draws[purpose]
+    params, purpose, start = sequence.params, proposal.sampling.purpose, sequence.prompt_length
+    if purpose not in sequence.sampling:
+        sequence.sampling[purpose] = sampling_spec(params, sequence.seed, sequence.index, purpose)
+    proposal.sampling = sequence.sampling[purpose]
     graph, grammar = proposal.graph, sequence.grammar
     settled = {**dict(enumerate(sequence.tokens)), **sequence.canvas}
-    silent = dict.fromkeys((*end_tokens, *params.stop_token_ids), float("-inf"))
+    forbidden_ends = dict.fromkeys((*end_tokens, *params.stop_token_ids), float("-inf"))
     never = {mask: float("-inf")} if mask < vocab_size else {}
-    if not (params.has_rules or never or grammar):
+    if not (params.has_processors or never or grammar):
         return proposal
     counting = params.presence_penalty or params.frequency_penalty
     penalised = counting or params.repetition_penalty != 1.0
-    rules: dict[int, Rules] = {}
-    texts: dict[int, dict[int, int]] = {}  # by block: its nodes see the same
+    processors: dict[int, LogitsProcessors] = {}
+    texts: dict[int, dict[int, int]] = {}  # by block: its nodes see the same tokens
     for node in map(int, proposal.wanted):
         position, block = int(graph.positions[node]) + proposal.offset, int(graph.blocks[node])
         if penalised and block not in texts:
             seen = np.flatnonzero(graph.sees[node] & ~np.isin(graph.tokens, (mask, MIXTURE)))
             texts[block] = settled | {int(graph.positions[i]): int(graph.tokens[i]) for i in seen}
-        known = texts.get(block, settled)
+        context = texts.get(block, settled)
         added = {**params.logit_bias, **never}
         if counting:
-            for token, count in Counter(t for p, t in known.items() if p >= start).items():
+            for token, count in Counter(t for p, t in context.items() if p >= start).items():
                 penalty = params.presence_penalty + params.frequency_penalty * count
                 added[token] = added.get(token, 0.0) - penalty
         if position - start < params.min_tokens:
-            added |= silent
+            added |= forbidden_ends
         first = grammar is not None and position == len(sequence.tokens)
-        rules[node] = Rules(
-            scaled=tuple(sorted(set(known.values()))) if params.repetition_penalty != 1.0 else (),
+        processors[node] = LogitsProcessors(
+            penalized=tuple(sorted(set(context.values())))
+            if params.repetition_penalty != 1.0
+            else (),
             scale=params.repetition_penalty,
             added=added,
             allowed=_allowed(grammar if first else None, sequence.tokens[start:], []),
         )
-    proposal.rules = rules
+    proposal.processors = processors
     return proposal

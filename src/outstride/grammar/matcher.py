@@ -1,8 +1,8 @@
-"""`Guides` compile what an answer may look like; a `Guide` says it token by token.
+"""`GrammarCompiler` compiles output formats; a `GrammarMatcher` gives the allowed tokens.
 
-The parsing is llguidance's. Here its matchers become pure: a guide is asked about a path of tokens,
-and the answer depends on that path alone, so commit and rollback need no bookkeeping. Matchers are
-kept by path; the next question is mostly about the same path and one token more.
+llguidance does the parsing. Here its matchers become pure: a query has a path of tokens, and the
+result depends on that path alone, so that commit and rollback need no bookkeeping. Matchers are cached
+by path, because the next query is mostly about the same path with one more token.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from outstride.core.graph import BoolArray
-from outstride.core.shape import KINDS, Shape
+from outstride.core.structured_output import KINDS, OutputFormat
 from outstride.errors import InvalidGrammar
-from outstride.grammar.closing import Closing
+from outstride.grammar.closing import CompletionSearch
 
 Bits: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
-STATES = 256
-"""Paths that a guide remembers."""
+MAX_STATES = 256
+"""Paths that a matcher caches."""
 
 
 class Vocabulary(Protocol):
-    """What is needed of a tokenizer."""
+    """The methods of a tokenizer that are needed."""
 
     eos_ids: frozenset[int]
 
@@ -41,8 +41,8 @@ class Vocabulary(Protocol):
     def is_special(self, token: int) -> bool: ...
 
 
-class _Words:
-    """A vocabulary as llguidance wants to see it."""
+class _TokenizerAdapter:
+    """A vocabulary in the form that llguidance takes."""
 
     def __init__(self, vocabulary: Vocabulary, ends: Sequence[int]) -> None:
         known = range(vocabulary.vocab_size)
@@ -59,42 +59,44 @@ class _Words:
 
 @dataclass(slots=True)
 class _State:
-    """What may follow one path."""
+    """The matcher after one path, with its cached results."""
 
     matcher: LLMatcher
     bits: Bits | None = None
     forced: tuple[int, ...] | None = None
 
 
-class Guides:
-    """Compiles shapes for one vocabulary. The latest shapes stay compiled."""
+class GrammarCompiler:
+    """Compiles output formats for one vocabulary. The latest ones stay compiled."""
 
     def __init__(self, vocabulary: Vocabulary, width: int | None = None, keep: int = 64) -> None:
         ends = sorted(vocabulary.eos_ids)
         if not ends:
-            raise InvalidGrammar("this model has no token that ends a text; shapes need one")
+            raise InvalidGrammar("this model has no end-of-text token; structured output needs one")
         self._ends = ends
         self._width = max(width or 0, vocabulary.vocab_size)
-        words = _Words(vocabulary, ends)
+        adapter = _TokenizerAdapter(vocabulary, ends)
         self._tokenizer = LLTokenizer(
-            TokenizerWrapper(words), n_vocab=self._width, eos_token=list(ends)
+            TokenizerWrapper(adapter), n_vocab=self._width, eos_token=list(ends)
         )
-        self._closing = Closing(words.tokens, ends)
+        self._completions = CompletionSearch(adapter.tokens, ends)
         self._keep = keep
-        self._compiled: OrderedDict[Shape, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[OutputFormat, LLMatcher] = OrderedDict()
 
-    def check(self, shape: Shape) -> None:
-        """Raises InvalidGrammar, naming what is wrong or not supported."""
+    def check(self, shape: OutputFormat) -> None:
+        """Raises InvalidGrammar, with what is wrong or not supported."""
         self._matcher(shape)
 
-    def compile(self, shape: Shape, most: int | None = None) -> Guide:
-        """A guide for one request; with `most`, answers come to their end within so many tokens.
+    def compile(self, shape: OutputFormat, max_tokens: int | None = None) -> GrammarMatcher:
+        """A matcher for one request; with `max_tokens`, answers end within that many tokens.
 
-        A shape that no answer of that length fits is followed as far as it goes.
+        A format that no answer of that length fits is followed until the bound cuts it.
         """
-        return Guide(self._matcher(shape), self._ends, self._width, self._closing, most)
+        return GrammarMatcher(
+            self._matcher(shape), self._ends, self._width, self._completions, max_tokens
+        )
 
-    def _matcher(self, shape: Shape) -> LLMatcher:
+    def _matcher(self, shape: OutputFormat) -> LLMatcher:
         found = self._compiled.get(shape)
         if found is None:
             found = LLMatcher(
@@ -104,7 +106,7 @@ class Guides:
                 limits=LLParserLimits(max_grammar_size=200_000),
             )
             if message := found.get_error():
-                raise InvalidGrammar(f"the {shape.kind} cannot be followed: {_said(message)}")
+                raise InvalidGrammar(f"the {shape.kind} cannot be followed: {_summary(message)}")
             self._compiled[shape] = found
             while len(self._compiled) > self._keep:
                 self._compiled.popitem(last=False)
@@ -112,14 +114,14 @@ class Guides:
         return found
 
 
-def _grammar(shape: Shape) -> str:
-    """The grammar in llguidance's own writing. JSON is written without blanks: they have no end."""
-    tight: Any = {"whitespace_flexible": False}
+def _grammar(shape: OutputFormat) -> str:
+    """The grammar in llguidance's notation. JSON has no whitespace: it could go on for ever."""
+    compact: Any = {"whitespace_flexible": False}
     try:
         if shape.kind == "json_object":
-            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=tight)
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=compact)
         if shape.kind == "json_schema":
-            return LLMatcher.grammar_from_json_schema(json.loads(shape.text), overrides=tight)
+            return LLMatcher.grammar_from_json_schema(json.loads(shape.text), overrides=compact)
         if shape.kind == "regex":
             return LLMatcher.grammar_from_regex(shape.text)
         if shape.kind == "ebnf":
@@ -127,30 +129,30 @@ def _grammar(shape: Shape) -> str:
         if shape.kind == "lark":
             return LLMatcher.grammar_from_lark(shape.text)
     except (ValueError, RecursionError) as error:
-        raise InvalidGrammar(f"the {shape.kind} cannot be read: {_said(str(error))}") from error
+        raise InvalidGrammar(f"the {shape.kind} cannot be read: {_summary(str(error))}") from error
     raise InvalidGrammar(f"unknown kind {shape.kind!r}; known are {', '.join(KINDS)}")
 
 
-def _said(message: str) -> str:
-    """The part of an error message that helps, on one line."""
+def _summary(message: str) -> str:
+    """The useful part of an error message, on one line."""
     return " ".join(message.split("<state>")[0].split())[:500]
 
 
 @dataclass(slots=True)
-class Guide:
-    """What one request's answer may look like, for all its samples. It is a `Grammar`."""
+class GrammarMatcher:
+    """The tokens that one request's format allows, for all its samples. It is a `Grammar`."""
 
     root: LLMatcher
     ends: Collection[int]
     width: int
-    closing: Closing
-    most: int | None = None
+    completions: CompletionSearch
+    max_tokens: int | None = None
     _states: OrderedDict[tuple[int, ...], _State] = field(default_factory=OrderedDict)
-    _tail: int = -1
-    """How many tokens before the bound the way to the end is watched; -1: not known yet."""
+    _margin: int = -1
+    """How many tokens before the bound completions are searched; -1: not known yet."""
 
     def allowed(self, output: Sequence[int]) -> BoolArray | None:
-        """The mask behind an output; None behind one that broke the shape, as drafts may."""
+        """The mask after an output; None after one that does not fit the format, as in drafts."""
         path = tuple(output)
         state = self._at(path)
         if state is None:
@@ -167,8 +169,8 @@ class Guide:
         mask = self.allowed(output)
         return mask is not None and 0 <= token < len(mask) and bool(mask[token])
 
-    def forced(self, output: Sequence[int]) -> tuple[int, ...]:
-        """Tokens that spell what must follow: there is no other text, only other spellings of it."""
+    def jump_forward(self, output: Sequence[int]) -> tuple[int, ...]:
+        """The tokens of the text that must follow. Other tokens may only encode the same text."""
         path = tuple(output)
         state = self._at(path)
         if state is None or state.matcher.is_stopped():
@@ -178,7 +180,7 @@ class Guide:
         return state.forced
 
     def _at(self, path: tuple[int, ...]) -> _State | None:
-        """The state behind a path, from the nearest known one before it."""
+        """The state after a path, continued from the longest cached part of it."""
         states = self._states
         found = states.get(path)
         if found is not None:
@@ -192,7 +194,7 @@ class Guide:
         if known < len(path) and not self._follow(matcher, path[max(known, 0) :]):
             return None
         states[path] = found = _State(matcher)
-        while len(states) > STATES:
+        while len(states) > MAX_STATES:
             states.popitem(last=False)
         return found
 
@@ -206,12 +208,12 @@ class Guide:
         return True
 
     def _mask(self, path: tuple[int, ...], matcher: LLMatcher) -> Bits:
-        """The mask as bits; near the bound on tokens, only what still leads to an end."""
-        if self.most is not None and not matcher.is_stopped():
-            if self._tail < 0:
-                self._tail = self.closing.tail(self.root)
-            left = self.most - len(path)
-            if left <= self._tail and (only := self.closing.next(matcher, left)) is not None:
+        """The mask as bits; near the bound, only the next token of a completion."""
+        if self.max_tokens is not None and not matcher.is_stopped():
+            if self._margin < 0:
+                self._margin = self.completions.margin(self.root)
+            left = self.max_tokens - len(path)
+            if left <= self._margin and (only := self.completions.next(matcher, left)) is not None:
                 bits = np.zeros((self.width + 7) // 8, dtype=np.uint8)
                 bits[only // 8] = 1 << only % 8
                 return bits

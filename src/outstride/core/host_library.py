@@ -1,4 +1,4 @@
-"""The compiled part of what the host does between passes, where there is one (see host.cpp)."""
+"""The compiled host functions for the work between passes, if they were built (see host.cpp)."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ def _finder() -> Callable[[npt.NDArray[np.generic]], int]:
 
 
 address = _finder()
-"""Where the numbers of an array lie: asked dozens of times in each step."""
+"""The address of an array's data. It is called dozens of times in each step."""

@@ -1,4 +1,4 @@
-"""Who is here: sequences from their request to their end, with the stop rules of each."""
+"""`SequenceManager`: sequences from their request to their end, with the stop rules of each."""
 
 from __future__ import annotations
 
@@ -12,47 +12,48 @@ from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Sequence, Status
 from outstride.engine import admission
-from outstride.engine.ledger import Progress
-from outstride.engine.measuring import measure
-from outstride.engine.passes import Passes
+from outstride.engine.ledger import SequenceProgress
+from outstride.engine.model_runner import ModelRunner
 from outstride.engine.scheduler import Scheduler
-from outstride.engine.stopping import Spell, Stopper, Text
+from outstride.engine.stopping import IncrementalText, Stopper, TokenToBytes
 from outstride.errors import MethodFailed, OutstrideError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+SEED_BITS = 53
+"""Bits of a seed that is drawn for a request: a JavaScript number holds it exactly."""
 
 
-class Roster:
-    """Takes requests in, forks sequences, ends them, and reports what each has to show."""
+class SequenceManager:
+    """Admits requests, forks and ends sequences, and reports the progress of each."""
 
     def __init__(
         self,
-        passes: Passes,
+        runner: ModelRunner,
         scheduler: Scheduler,
         end_tokens: Collection[int],
-        spell: Spell | None,
+        token_to_bytes: TokenToBytes | None,
     ) -> None:
-        self._passes = passes
+        self._runner = runner
         self._scheduler = scheduler
         self._end_tokens = frozenset(end_tokens)
-        self._spell = spell
+        self._token_to_bytes = token_to_bytes
         self._ids = itertools.count()
         self._stoppers: dict[int, Stopper] = {}
         self.ended: list[Sequence] = []
 
     @property
     def running(self) -> list[Sequence]:
-        """Everybody who takes part in passes."""
+        """The sequences that take part in passes."""
         return self._scheduler.running
 
-    # --- beginnings -------------------------------------------------------------------------------
+    # --- start ------------------------------------------------------------------------------------
 
     def prepare(self, method: Method) -> None:
-        """Measures what passes cost, if this method wants to know and nobody has measured it."""
-        if method.drafter.weighed and self._scheduler.cost is None:
-            target, pool = self._passes.models[TARGET], self._passes.pools[TARGET]
-            self._scheduler.cost = measure(target, pool, self._scheduler.limits.nodes)
+        """Measures the cost of passes, if this method needs it and it is not known yet."""
+        target, pool = self._runner.models[TARGET], self._runner.pools[TARGET]
+        scheduler = self._scheduler
+        scheduler.policy.prepare(method, target, pool, scheduler.limits.nodes)
 
     def submit(
         self,
@@ -61,14 +62,14 @@ class Roster:
         method: Method,
         salt: str,
         grammar: Grammar | None,
-        watched: bool = True,
+        streaming: bool = True,
         priority: int = 0,
         fixed: Mapping[int, int] | None = None,
-        painted: bool = False,
+        stream_canvas: bool = False,
     ) -> Sequence:
-        """Takes a request in, or says why it cannot be served."""
-        passes, drafter = self._passes, method.drafter
-        limit = admission.check(passes, tokens, params, method, fixed)
+        """Queues a request; raises a RequestError if it cannot be served."""
+        runner, drafter = self._runner, method.drafter
+        limit = admission.check(runner, tokens, params, method, fixed)
         self.prepare(method)
         number = next(self._ids)
         sequence = Sequence(
@@ -77,27 +78,27 @@ class Roster:
             tokens=list(tokens),
             prompt_length=len(tokens),
             params=params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
             method=method,
             limit=limit,
             salt=salt,
             grammar=grammar,
-            unborn=params.n - 1,
-            watched=watched,
+            pending_forks=params.n - 1,
+            streaming=streaming,
             priority=priority,
-            block=passes.vision(TARGET, drafter).block,
-            painted=painted,
+            block=runner.pattern(TARGET, drafter).block,
+            stream_canvas=stream_canvas,
         )
         if fixed:
             sequence.fixed, sequence.canvas = fixed, dict(fixed)
-            sequence.early = dict.fromkeys(fixed, 0)
+            sequence.settled_at = dict.fromkeys(fixed, 0)
         sequence.group.append(sequence)
         self._equip(sequence)
         self._scheduler.add(sequence)
         return sequence
 
     def fork(self, parent: Sequence, length: int, count: int) -> None:
-        """Sequences that share a parent's first `length` tokens and read the last of them anew."""
+        """Adds sequences that share a parent's first `length` tokens and the KV of all but one."""
         for _ in range(count):
             child = Sequence(
                 id=next(self._ids),
@@ -113,41 +114,42 @@ class Roster:
                 grammar=parent.grammar,
                 group=parent.group,
                 prompt_logprobs=parent.prompt_logprobs,
-                watched=parent.watched,
+                streaming=parent.streaming,
                 priority=parent.priority,
                 block=parent.block,
-                painted=parent.painted,
+                stream_canvas=parent.stream_canvas,
                 fixed=parent.fixed,
                 canvas=dict(parent.fixed),
-                early=dict.fromkeys(parent.fixed, 0),
+                settled_at=dict.fromkeys(parent.fixed, 0),
             )
             parent.group.append(child)
             stopper = self._equip(child)
             for i, token in enumerate(child.output, start=child.prompt_length + 1):
                 stopper.push(token, i)
             table = parent.tables[TARGET]
-            entries = length - 1
+            cached = length - 1
             if (block := parent.block) is not None:  # whole blocks, and nothing stale
-                entries = min(entries, table.fresh) // block * block
-            child.tables[TARGET] = self._passes.pools[TARGET].fork(table, entries)
+                cached = min(cached, table.valid) // block * block
+            child.tables[TARGET] = self._runner.pools[TARGET].fork(table, cached)
             self._scheduler.adopt(child)
 
     def _equip(self, sequence: Sequence) -> Stopper:
         params = sequence.params
-        text = Text(self._spell, tuple(params.stop)) if self._spell else None
+        decode = self._token_to_bytes
+        text = IncrementalText(decode, tuple(params.stop)) if decode else None
         stopper = Stopper(params, self._end_tokens, sequence.prompt_length, sequence.limit, text)
         self._stoppers[sequence.id] = stopper
         return stopper
 
-    # --- growth and endings -----------------------------------------------------------------------
+    # --- growth and end ---------------------------------------------------------------------------
 
     def append(self, sequence: Sequence, token: int) -> str | None:
-        """Enters the next token; the reason why the sequence ends with it, if it does."""
+        """Appends a token; returns the finish reason if the sequence ends with it."""
         sequence.tokens.append(token)
         return self._stoppers[sequence.id].push(token, len(sequence.tokens))
 
     def end(self, sequence: Sequence, reason: str) -> None:
-        """Ends a sequence and frees what it held."""
+        """Ends a sequence and frees its pages."""
         if sequence.status is Status.FINISHED:
             return
         sequence.finish_reason = reason
@@ -158,7 +160,7 @@ class Roster:
         self.ended.append(sequence)
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
-        """One request's method went wrong: that request ends, and nobody else's."""
+        """Ends a sequence whose method raised an error. Other requests are not affected."""
         if not isinstance(error, OutstrideError):
             name = sequence.method.spec or sequence.method.name
             wrapped = MethodFailed(f"method {name} failed: {error!r}")
@@ -167,28 +169,28 @@ class Roster:
         sequence.error = error
         self.end(sequence, "error")
 
-    def guard(
+    def run_guarded(
         self, sequence: Sequence, call: Callable[P, T], *args: P.args, **kw: P.kwargs
     ) -> T | None:
-        """What a call into a method returns, or None if it raised and its sequence ended."""
+        """The result of a call into a method, or None if it raised and its sequence has ended."""
         try:
             return call(*args, **kw)
         except Exception as error:
             self.fail(sequence, error)
             return None
 
-    def progress(self, sequence: Sequence, emitted: list[int]) -> Progress:
-        """What a sequence has to show since it was last asked."""
+    def progress(self, sequence: Sequence, emitted: list[int]) -> SequenceProgress:
+        """The tokens and the text of a sequence since the last call."""
         text, finished = "", sequence.status is Status.FINISHED
         stopper = self._stoppers[sequence.id]
         if stopper.text is not None:
-            text = stopper.text.ready(final=finished)
+            text = stopper.text.take_new(final=finished)
         if finished:
             del self._stoppers[sequence.id]
-        canvas = dict(sequence.canvas) if sequence.painted else {}
-        return Progress(sequence, emitted, text, finished, canvas)
+        canvas = dict(sequence.canvas) if sequence.stream_canvas else {}
+        return SequenceProgress(sequence, emitted, text, finished, canvas)
 
-    def leaving(self) -> list[Sequence]:
-        """Everybody who ended since this was last asked."""
+    def take_ended(self) -> list[Sequence]:
+        """The sequences that ended since the last call."""
         ended, self.ended = self.ended, []
         return ended
