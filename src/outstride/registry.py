@@ -1,8 +1,9 @@
-"""Methods by name. A drafter file registers its methods; every surface reads this list.
+"""Methods by name: the file of a method registers it, and every surface reads this list.
 
-A method is written `name` or `name:key=value,key=value`. Its options are the keyword arguments of
-its drafter's constructor; what it is, needs and costs is read from the class docstring, so that one
-text serves the code, the command line and the tables.
+A method is written `name` or `name:key=value,key=value`. It is registered on one class, whose
+constructor's keyword arguments are its options. The class is a drafter; it is its own acceptor, or it
+names a shared one. Summary, needs and cost are read from the class docstring, so that one text serves
+the code, the command line and the tables.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ D = TypeVar("D", bound=type[Drafter])
 A = TypeVar("A", bound=type[Acceptor])
 
 FIELDS = ("Paper", "Exactness", "Needs", "Cost per step")
+PACKAGES = ("outstride.draft", "outstride.accept", "outstride.diffusion", "outstride.policy")
+"""Where methods and acceptors are registered."""
+RENAMED_OPTIONS = {"least": ("min_prob", "min_layers")}
+"""Old names of options, and those that took their place, in one method or another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +41,14 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """What is known of a method without making one."""
+class MethodEntry:
+    """What is known of a method before it is built."""
 
     name: str
     family: str
     summary: str
+    details: str
+    """How it works and what its options mean: the docstring between summary and fields."""
     exactness: Exactness
     exact_to: str
     needs: tuple[str, ...]
@@ -50,16 +57,27 @@ class Entry:
     options: tuple[Option, ...]
     drafter: type[Drafter]
     acceptor: str
+    """The name of a shared acceptor; empty where the drafter is its own acceptor."""
+
+    @property
+    def example(self) -> str:
+        """A spec as one would type it: required options, and one more."""
+        shown = [f"{o.name}={o.name.upper()}" for o in self.options if o.required]
+        optional = [o for o in self.options if not o.required and o.default != ""]
+        shown += [f"{o.name}={_written(o.default)}" for o in optional[:1]]
+        return f"{self.name}:{','.join(shown)}" if shown else self.name
 
 
-_methods: dict[str, Entry] = {}
+_methods: dict[str, MethodEntry] = {}
 _acceptors: dict[str, type[Acceptor]] = {}
 
 
 def describe(cls: type, fields: tuple[str, ...] = FIELDS) -> dict[str, str]:
-    """The summary and the fields of a class, from its docstring."""
+    """The summary, the details and the fields of a class, from its docstring."""
     text = inspect.cleandoc(cls.__doc__ or "")
-    found = {"summary": text.split("\n\n")[0].replace("\n", " ").strip()}
+    paragraphs = [part.replace("\n", " ").strip() for part in text.split("\n\n")]
+    details = [part for part in paragraphs[1:] if not part.startswith(f"{fields[0]}: ")]
+    found = {"summary": paragraphs[0], "details": "\n\n".join(details)}
     for name in fields:
         lines = [i for i, line in enumerate(text.splitlines()) if line.startswith(f"{name}: ")]
         if len(lines) != 1:
@@ -74,7 +92,7 @@ def describe(cls: type, fields: tuple[str, ...] = FIELDS) -> dict[str, str]:
 
 
 def _exact_to(text: str) -> str:
-    """Whose text it returns: `exact to steps`; plain decoding's unless it says otherwise."""
+    """The method whose text it returns: `exact to steps`; `plain` unless the field says otherwise."""
     words = text.split()
     return words[2].strip(".,;") if words[:2] == ["exact", "to"] else "plain"
 
@@ -95,23 +113,28 @@ def options_of(cls: type) -> tuple[Option, ...]:
             )
         required = parameter.default is inspect.Parameter.empty
         default = None if required else parameter.default
-        name = parameter.name.removesuffix("_")  # an option may be a word of Python's
+        name = parameter.name.removesuffix("_")  # an option may be a keyword of Python
         options.append(Option(name, kind, default, required))
     return tuple(options)
 
 
 def method(name: str, *, family: str, acceptor: str = "match") -> Callable[[D], D]:
-    """Registers a drafter, joined with an acceptor, as a method."""
+    """Registers a drafter as a method.
+
+    A class that is an acceptor too judges its own drafts. Every other one is joined with a shared
+    acceptor by its name; the default verifies by equality.
+    """
 
     def register(cls: D) -> D:
         about = describe(cls)
         if name in _methods:
             raise TypeError(f"two methods are called {name!r}")
         needs = about["Needs"]
-        _methods[name] = Entry(
+        _methods[name] = MethodEntry(
             name=name,
             family=family,
             summary=about["summary"],
+            details=about["details"],
             exactness=Exactness(about["Exactness"].split()[0].strip(".,;")),
             exact_to=_exact_to(about["Exactness"]),
             needs=() if needs == "nothing" else tuple(x.strip() for x in needs.split(",")),
@@ -119,7 +142,7 @@ def method(name: str, *, family: str, acceptor: str = "match") -> Callable[[D], 
             cost=about["Cost per step"],
             options=options_of(cls),
             drafter=cls,
-            acceptor=acceptor,
+            acceptor="" if issubclass(cls, Acceptor) else acceptor,
         )
         cls.name = name
         return cls
@@ -128,12 +151,15 @@ def method(name: str, *, family: str, acceptor: str = "match") -> Callable[[D], 
 
 
 def acceptor(name: str) -> Callable[[A], A]:
-    """Registers an acceptor under a name that methods refer to.
-
-    Its keyword arguments are filled from the options of the same names of the method's drafter.
-    """
+    """Registers a shared acceptor under a name that methods refer to. It takes no options: a rule
+    that has some belongs in the class of its method."""
 
     def register(cls: A) -> A:
+        if options := options_of(cls):
+            raise TypeError(
+                f"{cls.__name__}: a shared acceptor takes no options, but it has "
+                f"{options[0].name}; declare it in the class of the method"
+            )
         _acceptors[name] = cls
         cls.name = name
         return cls
@@ -142,19 +168,19 @@ def acceptor(name: str) -> Callable[[A], A]:
 
 
 def discover() -> None:
-    """Imports every drafter and acceptor of the package, which registers them."""
-    for package in ("outstride.draft", "outstride.accept"):
+    """Imports every module that registers methods or acceptors."""
+    for package in PACKAGES:
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
             importlib.import_module(f"{package}.{module.name}")
 
 
-def entries() -> list[Entry]:
+def entries() -> list[MethodEntry]:
     """All methods, by name."""
     return [_methods[name] for name in sorted(_methods)]
 
 
-def entry(name: str) -> Entry:
-    """One method; an unknown name is answered with near ones."""
+def entry(name: str) -> MethodEntry:
+    """One method; the error for an unknown name suggests similar ones."""
     if name not in _methods:
         near = difflib.get_close_matches(name, _methods, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(_methods)}"
@@ -162,7 +188,7 @@ def entry(name: str) -> Entry:
     return _methods[name]
 
 
-def parse(spec: str) -> tuple[Entry, dict[str, Any]]:
+def parse(spec: str) -> tuple[MethodEntry, dict[str, Any]]:
     """The entry and the options of `name` or `name:key=value,…`."""
     name, _, rest = spec.partition(":")
     found = entry(name.strip())
@@ -182,8 +208,10 @@ def read_options(owner: str, options: Iterable[Option], text: str) -> dict[str, 
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, equals, value = part.partition("=")
         option = known.get(key.strip())
+        if option is None:
+            _check_renamed(owner, key.strip(), known)
         if (option is None or not equals) and last is not None and last.type is str:
-            values[last.name] += "," + part  # a comma within a text
+            values[last.name] += "," + part  # a comma within the value of a text option
             continue
         last = option
         if option is None or not equals:
@@ -195,13 +223,20 @@ def read_options(owner: str, options: Iterable[Option], text: str) -> dict[str, 
     return values
 
 
+def _check_renamed(owner: str, key: str, known: Mapping[str, Option]) -> None:
+    """Raises an error that names the new option if `key` is the old name of one that is known."""
+    for new in RENAMED_OPTIONS.get(key, ()):
+        if new in known:
+            raise UnknownMethod(f"{owner} has no option {key!r} any more: it is called {new!r} now")
+
+
 def baseline(spec: str) -> str:
-    """What a method is compared with: what it is exact to, with the options that both have.
+    """The spec that a method is compared with: the one it is exact to, with the options of both.
 
     A lossy method for masked models is compared with `steps`, every other one with `plain`.
     """
     found, values = parse(spec)
-    masked = bool(found.drafter.fills) and found.exact_to == "plain"
+    masked = bool(found.drafter.masked_models) and found.exact_to == "plain"
     name = "steps" if masked else found.exact_to
     shared = {option.name for option in entry(name).options} & set(values)
     options = ",".join(f"{key}={values[key]}" for key in values if key in shared)
@@ -222,26 +257,31 @@ def _convert(name: str, option: Option, text: str) -> Any:
     )
 
 
-def _spelled(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as arguments: those that are words of Python's have a mark behind them."""
+def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as arguments: names that are keywords of Python end with an underscore."""
     return {f"{name}_" if iskeyword(name) else name: options[name] for name in options}
+
+
+def _written(value: Any) -> str:
+    """A default as one would type it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def build(spec: str, **given: Any) -> Method:
     """A method as the user wrote it; `given` overrides options (a model's engine name)."""
     found, values = parse(spec)
-    chosen = {**values, **given}
     try:
-        drafter = found.drafter(**_spelled(chosen))
+        drafter = found.drafter(**_arguments({**values, **given}))
     except ValueError as error:
         raise UnknownMethod(f"{found.name}: {error}") from error
-    judge = _acceptors[found.acceptor]
-    wanted = {option.name for option in options_of(judge)}
-    known = {option.name: option.default for option in found.options} | chosen
+    if isinstance(drafter, Acceptor):
+        judge: Acceptor = drafter
+    else:
+        judge = _acceptors[found.acceptor]()
     return Method(
         name=found.name,
         drafter=drafter,
-        acceptor=judge(**_spelled({name: known[name] for name in known if name in wanted})),
+        acceptor=judge,
         exactness=found.exactness,
         exact_to=found.exact_to,
         spec=spec,

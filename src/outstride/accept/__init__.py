@@ -1,1 +1,1 @@
-"""One verifier or unmasker per file."""
+"""Acceptors that several methods share. A rule that belongs to one method is in that method's file."""

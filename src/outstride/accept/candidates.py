@@ -1,4 +1,4 @@
-"""Candidates at every step of the way down a tree: rules that keep the distribution."""
+"""Rejection sampling over several candidates per position, down a token tree."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from outstride.accept.rules import Picked, Rows, in_turn, k_seq
+from outstride.accept.rejection_sampling import Picked, Rows, in_turn, k_seq
 from outstride.core.contracts import Acceptor
 from outstride.core.graph import IntArray, NodeId, Position, TokenId
 from outstride.core.proposal import Proposal, Scores, Verdict
@@ -15,21 +15,21 @@ from outstride.core.sequence import View
 from outstride.registry import acceptor
 
 
-class Candidates(Acceptor):
-    """Walks down the tree; at each node a rule takes one of the children, or none.
+class TreeRejection(Acceptor):
+    """Walks down the tree; at each node a rule accepts one of the children, or none.
 
-    Nodes with the same path are one place: their children are candidates together. Acceptance and
-    residual draws have noise of their own, and fresh noise in every step.
+    The children of nodes with the same path are candidates together. Acceptance and residual samples
+    have noise of their own, keyed by the step.
     """
 
     def pick(self, p: Rows, q: Rows, tokens: IntArray, draws: Rows) -> Picked:
-        """The rule: see `rules`."""
+        """The rule, one of `rejection_sampling`."""
         raise NotImplementedError
 
     def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
         graph, here = proposal.graph, [proposal.root]
-        own = independent(proposal.draw, view.steps)
-        chance = replace(own, purpose=Purpose.ACCEPT)
+        own = independent(proposal.sampling, view.steps)
+        noise = replace(own, purpose=Purpose.ACCEPT)
         settled: dict[Position, TokenId] = {}
         while True:
             position = Position(int(graph.positions[here[0]]) + 1)
@@ -40,7 +40,7 @@ class Candidates(Acceptor):
             tokens = graph.tokens[children]
             p = scores.probabilities(here[0]).astype(np.float64)
             q = proposal.drafted[children[0]].astype(np.float64)
-            draws = np.asarray([uniform(chance, position, i) for i in range(len(children))])
+            draws = np.asarray([uniform(noise, position, i) for i in range(len(children))])
             taken, rest = self.pick(p[None], q[None], tokens[None], draws[None])
             if taken[0] == len(children):
                 residual = replace(own, purpose=Purpose.RESIDUAL)
@@ -52,23 +52,23 @@ class Candidates(Acceptor):
 
 
 @acceptor("recursive")
-class Recursive(Candidates):
-    """The classic rule for siblings drawn without replacement, one after the other."""
+class RecursiveRejection(TreeRejection):
+    """The classic rule, one sibling after the other, for siblings sampled without replacement."""
 
     def pick(self, p: Rows, q: Rows, tokens: IntArray, draws: Rows) -> Picked:
         return in_turn(p, q, tokens, draws, again=False)
 
 
 @acceptor("candidates")
-class Independent(Candidates):
-    """The classic rule for independent candidates, one after the other."""
+class IndependentRejection(TreeRejection):
+    """The classic rule, one candidate after the other, for independent candidates."""
 
     def pick(self, p: Rows, q: Rows, tokens: IntArray, draws: Rows) -> Picked:
         return in_turn(p, q, tokens, draws, again=True)
 
 
 @acceptor("k-seq")
-class KSeq(Candidates):
+class KSeqSelection(TreeRejection):
     """SpecTr's rule for independent candidates: the same threshold for all."""
 
     def pick(self, p: Rows, q: Rows, tokens: IntArray, draws: Rows) -> Picked:

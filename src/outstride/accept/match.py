@@ -1,4 +1,4 @@
-"""Equality: a drafted token holds if it is the token that the target puts there."""
+"""Verification by equality: a drafted token is accepted if it is the target's own token."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from outstride.registry import acceptor
 class Match(Acceptor):
     """Walks down the tree along the target's own tokens, as far as they were drafted.
 
-    The target's token is the argmax or the seeded sample, which depends on the position alone; so
-    the walk settles exactly what plain decoding would have settled, one token more than it matched.
+    The target's token is the argmax or the seeded sample, whose noise depends on the position alone.
+    So the walk settles exactly the tokens of plain decoding, one more than it matched (the bonus).
     """
 
     def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:

@@ -1,4 +1,4 @@
-"""The classic rejection rule: keeps the distribution, not the tokens."""
+"""Speculative sampling's rejection rule: keeps the distribution, not the tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from outstride.registry import acceptor
 
 
 @acceptor("rejection")
-class Rejection(Acceptor):
-    """Keeps a drafted token with chance min(1, p/q), else draws from what q left of p.
+class RejectionSampler(Acceptor):
+    """Accepts a drafted token with probability min(1, p/q), else samples the residual max(p - q, 0).
 
-    Acceptance and residual draws have noise of their own: using the drafter's again would bias
-    them. A drafter without a distribution is taken to have been certain of its token.
+    Acceptance and residual samples have noise of their own: the drafter's noise would bias them. A
+    drafted token without a distribution counts as certain: its q is 1.
     """
 
     def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
-        graph, node, draw = proposal.graph, proposal.root, proposal.draw
+        graph, node, sampling = proposal.graph, proposal.root, proposal.sampling
         keep = [NodeId(i) for i in range(proposal.given)]
         settled: dict[Position, TokenId] = {}
         while True:
@@ -37,7 +37,9 @@ class Rejection(Acceptor):
             p = scores.probabilities(node)
             q: FloatArray | None = proposal.drafted.get(child)
             q_token = 1.0 if q is None else float(q[token])
-            if uniform(replace(draw, purpose=Purpose.ACCEPT), position) * q_token < float(p[token]):
+            if uniform(replace(sampling, purpose=Purpose.ACCEPT), position) * q_token < float(
+                p[token]
+            ):
                 settled[position] = token
                 keep.append(child)
                 node = child
@@ -49,7 +51,7 @@ class Rejection(Acceptor):
                 rest = np.maximum(p - q, np.float32(0.0))
             if not rest.any():  # p and q differ by rounding alone
                 rest = p
-            residual = replace(draw, purpose=Purpose.RESIDUAL)
+            residual = replace(sampling, purpose=Purpose.RESIDUAL)
             settled[position] = TokenId(sample(rest, residual, position))
             break
         return Verdict(settled=settled, keep=tuple(keep))

@@ -1,1 +1,1 @@
-"""One drafter per file."""
+"""Methods that draft tokens for an autoregressive target, one family of drafts per file."""

@@ -1,17 +1,19 @@
-"""The block-drafter: a few trained layers on the target's states guess a block in one pass."""
+"""A draft head with a few layers on the target's hidden states drafts a block in one pass."""
 
 from __future__ import annotations
 
 from functools import cache
 
-from outstride.core import host
-from outstride.core.contracts import Demand, Drafter, Guessing
+from outstride.core import host_library
+from outstride.core.contracts import DraftRounds
+from outstride.core.draft_heads import BlockDraftHead
+from outstride.core.draft_tree import DraftTree
 from outstride.core.graph import block
-from outstride.core.guess import Guess
 from outstride.core.proposal import Proposal, Wants
-from outstride.core.sampling import Draw
+from outstride.core.sampling import SamplingSpec
 from outstride.core.sequence import View
-from outstride.draft.paths import CANDIDATES, Paths, chained
+from outstride.draft.head_drafter import HeadDrafter
+from outstride.draft.tree_search import CANDIDATES, TreeSearch, chain_of
 from outstride.registry import method
 
 
@@ -21,57 +23,54 @@ def _wants(depth: int) -> Wants:
 
 
 @method("block-drafter", family="trained")
-class BlockDrafter(Drafter):
-    """A few layers, trained on the target's own words, guess the next positions all at once.
+class BlockDrafter(HeadDrafter):
+    """A draft head of a few layers, trained on the target's own text, drafts a block in one pass.
 
-    They read the states of several of the target's layers, which become their keys and values in the
-    same pass, so they know whatever the target has read. Each position is guessed apart from the
-    others; a low-rank table of which token follows which joins the guesses to a tree, of which the
-    `nodes` likeliest paths are drafted: `width` of them go on at each depth, one for a chain. `from`
-    names the folder of a trained part; without it, the one that is shipped for the model.
+    The target's hidden states from several layers become keys and values of the draft head in the same
+    pass, so it knows all that the target has computed. Each position is drafted independently of the
+    others; a low-rank bigram table joins their candidates to a tree. Its `nodes` likeliest nodes are
+    drafted; `width` paths go on at each depth, one for a chain. `from` names the folder of a draft
+    head; without it, the one that is shipped for the model is used.
 
-    Paper: KV-injected block drafters as DFlash (Chen et al., 2026), after ParallelSpec (Xiao et al.,
-      2024) and PARD (An et al., 2025); the chained correction after Clover (Xiao et al., 2024)
+    Paper: DFlash (Chen et al., 2026): a block of masks over KV made from the target's hidden states. Of
+      ParallelSpec (Xiao et al., 2024) and PARD (An et al., 2025) it has only that one pass drafts all
+      positions, not their training; of Clover (Xiao et al., 2024) only that a token depends on the one
+      before, by a bigram table instead of recurrent heads
     Exactness: exact
-    Needs: trained part
-    Cost per step: one pass of the part (its layers and its part of the vocabulary) over a block, and up
-      to `nodes` further nodes
+    Needs: draft head
+    Cost per step: one pass of the draft head (its layers and its vocabulary) over a block, and up to
+      `nodes` further nodes
     """
 
-    part = "block-drafter"
+    head_kind = "block-drafter"
+    expected_gain = 1.5
+    reads_previous = False
 
     def __init__(self, *, from_: str = "", nodes: int = 15, width: int = 4) -> None:
-        if nodes < 1 or not 1 <= width <= CANDIDATES:
-            raise ValueError(f"needs nodes >= 1 and 1 <= width <= {CANDIDATES}")
-        self.grafts = (from_,)
-        self.nodes = nodes
-        self.width = width
+        super().__init__(from_=from_, nodes=nodes, width=width)
 
-    def demand(self, view: View) -> Demand:
-        if view.pending() != 1 or view.limit - view.end <= 1:
-            return Demand()
-        return Demand(most=self.nodes, gain=1.5)
-
-    def guess(self, view: View, room: int) -> Guessing:
-        if view.pending() != 1:  # what the target has not read, the part does not know
-            return Guess()
-        graft = view.graft(self.grafts[0])
-        depth = min(graft.block, view.limit - view.end)
+    def draft_tree(self, view: View, budget: int) -> DraftRounds:
+        if not self.can_draft(view):
+            return DraftTree()
+        head = self.head(view, BlockDraftHead)
+        depth = min(head.block, view.limit - view.end)
         if depth < 2:
-            return Guess()
+            return DraftTree()
         start, params = view.end - 1, view.params
-        masks = [graft.mask] * (graft.block - 1)
+        masks = [head.mask] * (head.block - 1)
         scores = yield Proposal(
             block([view.tokens[-1], *masks], start),
             given=1,
             offset=0,
-            graft=self.grafts[0],
+            draft_head=self.draft_heads[0],
             wants=_wants(depth),
-            draw=Draw(temperature=params.temperature, seed=view.seed, index=view.index),
+            sampling=SamplingSpec(temperature=params.temperature, seed=view.seed, index=view.index),
         )
-        if self.width == 1 and scores.chain is not None and scores.chances is not None:
-            return chained(scores.chain, scores.chances, min(room, self.nodes), "block-drafter")
+        budget = min(budget, self.nodes)
+        if self.width == 1 and scores.chain is not None and scores.chain_probabilities is not None:
+            return chain_of(scores.chain, scores.chain_probabilities, budget, "block-drafter")
         assert scores.values is not None
-        paths = Paths(view, graft, self.width)
-        room = min(room, self.nodes)
-        return paths.through(scores.best, scores.values, room, "block-drafter", host.library())
+        search = TreeSearch(view, head.bigram, self.width)
+        return search.all_levels(
+            scores.best, scores.values, budget, "block-drafter", host_library.library()
+        )

@@ -1,37 +1,38 @@
-"""Independent chains of a draft model, for acceptors that keep the distribution."""
+"""`rejection`, `block-verify`, `mcsd`, `spectr`: independent chains of a draft model, verified by rules
+that keep the distribution."""
 
 from __future__ import annotations
 
 from outstride.core.proposal import Scores
 from outstride.core.sequence import View
-from outstride.draft.sampled import Sampled, drawn
-from outstride.draft.writer import Branch
+from outstride.draft.sampled import SampledDrafter, sample_top
+from outstride.draft.tree_expansion import Branch
 from outstride.registry import method
 
 
-class Chains(Sampled):
-    """`width` chains, each drawn by itself. Two may begin alike, and are then judged together."""
+class SampledChains(SampledDrafter):
+    """`width` chains, each sampled by itself. Two with the same beginning are verified together."""
 
     def _count(self, view: View) -> int:
         return self.width if view.params.temperature > 0 else 1
 
-    def depth(self, view: View, room: int) -> int:
-        return min(super().depth(view, room), -(-room // self._count(view)))
+    def depth(self, view: View, budget: int) -> int:
+        return min(super().depth(view, budget), -(-budget // self._count(view)))
 
     def branches(self, view: View, scores: Scores, above: Branch, at: int) -> list[Branch]:
         row = scores.probabilities(above.node)
         found = []
         for i in range(self._count(view) if above.place < 0 else 1):
-            [token], _ = drawn(row, self.noise(view, above.place + i), at, 1)
+            [token], _ = sample_top(row, self.noise(view, above.place + i), at, 1)
             found.append(Branch(int(token), above.place, row=row))
         return found
 
-    def chosen(self, written: list[Branch], room: int) -> list[Branch]:
-        return written[:room]  # levels come one behind the other
+    def chosen(self, drafted: list[Branch], budget: int) -> list[Branch]:
+        return drafted[:budget]  # one level after the other
 
 
 @method("rejection", family="draft model", acceptor="rejection")
-class Rejection(Chains):
+class RejectionDrafter(SampledChains):
     """A smaller model writes a chain with noise of its own; the classic rejection rule judges it.
 
     It accepts more than equality can, but keeps only the distribution: the text depends on draft
@@ -48,11 +49,11 @@ class Rejection(Chains):
 
 
 @method("block-verify", family="draft model", acceptor="block")
-class BlockVerify(Chains):
+class BlockVerifyDrafter(SampledChains):
     """A smaller model writes a chain with noise of its own; it is judged as a whole.
 
-    A token that the target likes less than the draft model did may be made up for by those before
-    it, so at least as many tokens are accepted as when each is judged by itself.
+    A token that is less likely under the target than under the draft model may be made up for by
+    those before it, so at least as many tokens are accepted as when each is judged by itself.
 
     Paper: Block Verification Accelerates Speculative Decoding (Sun et al., 2024)
     Exactness: distribution
@@ -65,10 +66,11 @@ class BlockVerify(Chains):
 
 
 @method("mcsd", family="draft model", acceptor="candidates")
-class Candidates(Chains):
+class MultiCandidateDrafter(SampledChains):
     """A smaller model draws several chains; the rejection rule goes through the candidates in turn.
 
-    What a refused candidate leaves of the target's distribution is what the next one is held to.
+    The next candidate is tested against the residual that a refused one leaves of the target's
+    distribution.
 
     Paper: Multi-Candidate Speculative Decoding (Yang et al., 2024); SpecInfer (Miao et al., 2024)
     Exactness: distribution
@@ -81,10 +83,11 @@ class Candidates(Chains):
 
 
 @method("spectr", family="draft model", acceptor="k-seq")
-class SpecTr(Chains):
+class SpecTrDrafter(SampledChains):
     """A smaller model draws several chains; candidates are selected by SpecTr's transport plan.
 
-    All candidates face one threshold, which is set so that those refused leave just what is needed.
+    All candidates face one threshold, set so that the residual after all of them makes up exactly
+    what is missing of the target's distribution.
 
     Paper: SpecTr (Sun et al., 2023)
     Exactness: distribution

@@ -1,4 +1,4 @@
-"""A smaller model of the same vocabulary writes the draft."""
+"""`draft`: a smaller model of the same vocabulary drafts a chain or a tree."""
 
 from __future__ import annotations
 
@@ -6,46 +6,52 @@ import math
 
 import numpy as np
 
-from outstride.core.contracts import Guessing, Rounds
+from outstride.core.contracts import DraftRounds, Rounds
+from outstride.core.draft_tree import AcceptanceKey, DraftTree
 from outstride.core.graph import NodeId
-from outstride.core.guess import Guess, Sign
 from outstride.core.proposal import Scores, Wants
-from outstride.core.sampling import Draw
+from outstride.core.sampling import SHARED_NOISE_SHARPNESS, SamplingSpec
 from outstride.core.sequence import View
-from outstride.draft.writer import Branch, Writer, leading, noise_of, pruned
+from outstride.draft.tree_expansion import (
+    Branch,
+    DraftModelExpansion,
+    best_branches,
+    best_paths,
+    noise_of,
+)
 from outstride.registry import method
 
-UNTOLD = 0.7
-"""The chance of a token when the draft model was not asked how sure it is."""
+DEFAULT_RATE = 0.7
+"""The acceptance rate of a token when the draft model's probabilities were not asked for."""
 
 
-def chances(view: View, scores: Scores, node: NodeId, at: int) -> list[float]:
-    """How likely the target is to agree with each of a node's rivals, as the draft model sees it.
+def agreement_rates(view: View, scores: Scores, node: NodeId, at: int) -> list[float]:
+    """How likely the target is to agree with each of a node's candidates, by the draft model.
 
-    Greedy, a token's chance is its probability. Sampled, the noise that both models share is known
-    already and decides together with the logits; two models differ less than that noise spreads,
-    hence the square.
+    Greedy, the rate of a token is its probability. Sampled, the noise that both models share is known
+    already and decides together with the logits, see `SHARED_NOISE_SHARPNESS`.
     """
-    tokens, known = scores.rivals(node), dict(scores.logprobs[scores.row(node)])
+    tokens, known = scores.candidates(node), dict(scores.logprobs[scores.row(node)])
     floor = min(known.values())
     values = np.asarray([known.get(token, floor) for token in tokens])
     rest = max(0.0, 1.0 - float(np.exp(values).sum()))
-    if (warmth := view.params.temperature) > 0:
-        noise = noise_of(Draw(seed=view.seed, index=view.index), at, tokens)
-        values, rest = 2.0 * (values + warmth * noise), rest**2
+    if (temperature := view.params.temperature) > 0:
+        noise = noise_of(SamplingSpec(seed=view.seed, index=view.index), at, tokens)
+        values = SHARED_NOISE_SHARPNESS * (values + temperature * noise)
+        rest = rest**SHARED_NOISE_SHARPNESS
     weights = np.exp(values)
     return [float(weight) for weight in weights / (weights.sum() + rest)]
 
 
 @method("draft", family="draft model")
-class Draft(Writer):
+class DraftModelDrafter(DraftModelExpansion):
     """A smaller model writes a chain, or a tree of its likeliest paths, for the target to check.
 
     It samples with the request's own temperature, filters and noise, so that sampled drafts agree
     with the target as often as greedy ones. Siblings are the top-k of logit plus noise, hence drawn
-    without replacement; paths compete by the product of their tokens' chances, noise included: the
-    `width` best of a level are continued, and the `nodes` best of all (0: as many as there are) are
-    sent. A draft ends early where no path's chance reaches `least`.
+    without replacement; paths compete by the product of their tokens' acceptance rates, noise
+    included: the `width` best of a level are continued, and the `nodes` best of all (0: as many as
+    there are) are sent. A draft ends early where no path's rate reaches `min_prob`.
 
     Paper: Speculative Decoding (Leviathan et al., 2023); Speculative Sampling (Chen et al., 2023);
       trees as in SpecInfer (Miao et al., 2024), with RSD's Gumbel top-k siblings and beams (Jeon et
@@ -56,47 +62,47 @@ class Draft(Writer):
       width + (length - 1) * width**2 further nodes of the target
     """
 
-    trimmable = True  # `propose` is the guess; without room, its model only reads along
+    prunable = True  # `propose` is the draft tree; without budget, its model only prefills
 
     def __init__(
-        self, *, model: str, length: int = 4, width: int = 1, nodes: int = 0, least: float = 0.0
+        self, *, model: str, length: int = 4, width: int = 1, nodes: int = 0, min_prob: float = 0.0
     ) -> None:
         super().__init__(model=model, length=length, width=width)
-        if nodes < 0 or not 0.0 <= least < 1.0:
-            raise ValueError("needs nodes >= 0 and 0 <= least < 1")
+        if nodes < 0 or not 0.0 <= min_prob < 1.0:
+            raise ValueError("needs nodes >= 0 and 0 <= min_prob < 1")
         self.nodes = nodes
-        self.least = math.log(least) if least else -math.inf
+        self.min_score = math.log(min_prob) if min_prob else -math.inf
         # A bare chain asks for tokens and nothing else: no row of the vocabulary leaves the pass.
-        self.weighs = width > 1 or least > 0
-        self.asks = Wants(best=width, logprobs=4 * width if self.weighs else None)
+        self.rated = width > 1 or min_prob > 0
+        self.asks = Wants(best=width, logprobs=4 * width if self.rated else None)
 
-    def most(self, depth: int) -> int:
-        most = self.width + (depth - 1) * self.width**2 if depth > 0 else 0
-        return min(most, self.nodes) if self.nodes else most
+    def max_nodes(self, depth: int) -> int:
+        count = self.width + (depth - 1) * self.width**2 if depth > 0 else 0
+        return min(count, self.nodes) if self.nodes else count
 
     def branches(self, view: View, scores: Scores, above: Branch, at: int) -> list[Branch]:
-        tokens = scores.rivals(above.node)
-        weighed = chances(view, scores, above.node, at) if self.weighs else [UNTOLD]
+        tokens = scores.candidates(above.node)
+        rates = agreement_rates(view, scores, above.node, at) if self.rated else [DEFAULT_RATE]
         found = []
-        for rank, (token, chance) in enumerate(zip(tokens, weighed, strict=True)):
-            score = above.score + math.log(max(chance, 1e-9))
-            found.append(Branch(token, above.place, rank=rank, score=score, chance=chance))
+        for rank, (token, rate) in enumerate(zip(tokens, rates, strict=True)):
+            score = above.score + math.log(max(rate, 1e-9))
+            found.append(Branch(token, above.place, rank=rank, score=score, rate=rate))
         return found
 
-    def sift(self, fresh: list[Branch]) -> tuple[list[Branch], list[Branch]]:
-        going = leading(fresh, self.width)
-        return fresh, [branch for branch in going if branch.score >= self.least]
+    def select(self, fresh: list[Branch]) -> tuple[list[Branch], list[Branch]]:
+        best = best_branches(fresh, self.width)
+        return fresh, [branch for branch in best if branch.score >= self.min_score]
 
-    def guess(self, view: View, room: int) -> Guessing:
-        written = yield from self.write(view, room)
-        guess, depths = Guess(), {-1: 0}
-        for i, branch in enumerate(pruned(written, min(room, self.nodes or room))):
+    def draft_tree(self, view: View, budget: int) -> DraftRounds:
+        drafted = yield from self.expand(view, budget)
+        found, depths = DraftTree(), {-1: 0}
+        for i, branch in enumerate(best_paths(drafted, min(budget, self.nodes or budget))):
             depths[i] = depths[branch.parent] + 1
-            sure = int(8 * branch.chance) if self.weighs else -1
-            sign = Sign("draft", (branch.rank, min(depths[i], 4), sure))
-            guess.add(branch.token, branch.parent, sign, branch.chance)
-        return guess
+            confidence = int(8 * branch.rate) if self.rated else -1
+            key = AcceptanceKey("draft", (branch.rank, min(depths[i], 4), confidence))
+            found.add(branch.token, branch.parent, key, branch.rate)
+        return found
 
-    def propose(self, view: View, room: int) -> Rounds:
-        guess = yield from self.guess(view, room)  # without room it still reads along
-        return guess.proposal(view, self.wants)
+    def propose(self, view: View, budget: int) -> Rounds:
+        drafted = yield from self.draft_tree(view, budget)  # without budget it still prefills
+        return drafted.proposal(view, self.wants)

@@ -1,62 +1,64 @@
-"""Lookahead: guesses for later positions refine themselves, and what they agree on is drafted."""
+"""`lookahead`: Jacobi iteration over a window of later positions yields n-grams to draft."""
 
 from __future__ import annotations
 
 from itertools import islice
 
-from outstride.core.contracts import Demand, Drafter, Guessing, Rounds
+from outstride.core.contracts import Demand, Drafter, DraftRounds, Rounds
+from outstride.core.draft_tree import AcceptanceKey, DraftTree, PerTenant
 from outstride.core.graph import NodeId, TokenGraph, chain
-from outstride.core.guess import Guess, PerTenant, Sign
 from outstride.core.proposal import Proposal, Scores, Verdict
 from outstride.core.sequence import View
 from outstride.registry import method
 
 Rows = tuple[tuple[int, ...], ...]
-"""The window: `rows[j][i]` is a guess for the j-th position behind the i-th one ahead."""
+"""The window: `rows[j][i]` is a guess for the j-th position after the i-th one ahead."""
 
 
-class Pool:
-    """Runs of tokens that the target wrote somewhere, by their first token, latest last."""
+class NGramPool:
+    """Runs of tokens that the target predicted, by their first token, latest last."""
 
-    def __init__(self, most: int, each: int) -> None:
-        self._most = most
-        self._each = each
+    def __init__(self, capacity: int, per_token: int) -> None:
+        self._capacity = capacity
+        self._per_token = per_token
         self._runs: dict[int, dict[tuple[int, ...], None]] = {}
 
     def __len__(self) -> int:
         return len(self._runs)
 
     def add(self, run: tuple[int, ...]) -> None:
-        """Remembers a run; the oldest one of its kind, or the oldest kind, makes room for it."""
+        """Adds a run; drops the oldest with the same first token, or the oldest first token."""
         found = self._runs.get(run[0])
         if found is None:
             found = self._runs[run[0]] = {}
-            if len(self._runs) > self._most:
+            if len(self._runs) > self._capacity:
                 del self._runs[next(iter(self._runs))]
         found.pop(run[1:], None)
         found[run[1:]] = None
-        if len(found) > self._each:
+        if len(found) > self._per_token:
             del found[next(iter(found))]
 
-    def after(self, token: int, most: int) -> list[tuple[int, ...]]:
-        """What may follow a token, latest first."""
-        return list(islice(reversed(self._runs.get(token, {})), most))
+    def after(self, token: int, limit: int) -> list[tuple[int, ...]]:
+        """Runs that may follow a token, latest first."""
+        return list(islice(reversed(self._runs.get(token, {})), limit))
 
 
 @method("lookahead", family="jacobi")
 class Lookahead(Drafter):
-    """Refines a window of guesses in every pass and drafts the runs of tokens that it brought forth.
+    """Refines a window of guesses in every pass and drafts the runs of tokens that it yields.
 
     The front row of the window is Jacobi iteration: guesses for the next `window` positions, each
-    renewed from the ones before it, and accepted where they hold. Behind each of them hangs a column
-    of guesses of earlier passes, `level - 2` long, as probes; every column yields a run of `level`
-    tokens for the pool, from which up to `branches` runs that begin with the last token are drafted.
-    With `level=2` there are no columns: that is Jacobi decoding. `retrieve` puts runs of the text
-    itself into the pool and fills the window's open end from it; `recycle` also keeps the runs that
-    the target wrote along rejected guesses.
+    renewed from the ones before it, and accepted where they hold. Below each of them is a column of
+    guesses of earlier passes, `level - 2` long, as probes; every column yields a run of `level` tokens
+    for the pool, from which up to `branches` runs that begin with the last token are drafted. With
+    `level=2` there are no columns: that is Jacobi decoding. `retrieve` puts runs of the text itself
+    into the pool and fills the window's open end from it; `recycle` also keeps the runs that the
+    target predicted along rejected guesses. The decoding of all four papers is here. The models that
+    Make Some Noise and Jacobi Forcing train for it are not, nor is the latter's multi-block decoding.
 
-    Paper: Lookahead Decoding (Fu et al., 2024); TR-Jacobi of Make Some Noise (Wang et al., 2024);
-      rejection recycling of Jacobi Forcing (Hu et al., 2025); Jacobi decoding (Santilli et al., 2023)
+    Paper: Lookahead Decoding (Fu et al., 2024); TR-Jacobi of Make Some Noise (Wang et al., 2024) and
+      rejection recycling of Jacobi Forcing (Hu et al., 2025), without their training; Jacobi decoding
+      (Santilli et al., 2023)
     Exactness: exact
     Needs: nothing
     Cost per step: up to (`window` + `branches`) * (`level` - 1) further nodes
@@ -78,28 +80,28 @@ class Lookahead(Drafter):
         self.branches = branches
         self.retrieve = retrieve
         self.recycle = recycle
-        self._pools = PerTenant(lambda: Pool(most=8192, each=4 * branches))
-        self._spares = PerTenant(lambda: Pool(most=8192, each=branches))
-        """Runs along rejected guesses: drafted where there are no others."""
+        self._pools = PerTenant(lambda: NGramPool(capacity=8192, per_token=4 * branches))
+        self._spares = PerTenant(lambda: NGramPool(capacity=8192, per_token=branches))
+        """Runs along rejected guesses: drafted where the pool has too few."""
 
     def demand(self, view: View) -> Demand:
         if view.limit - view.end <= 1:
             return Demand()
-        return Demand(most=(self.window + self.branches) * (self.level - 1), gain=1.0)
+        return Demand(max_nodes=(self.window + self.branches) * (self.level - 1), gain=1.0)
 
     # --- the draft --------------------------------------------------------------------------------
 
-    def guess(self, view: View, room: int) -> Guessing:
+    def draft_tree(self, view: View, budget: int) -> DraftRounds:
         yield from ()
-        return self._draft(view, room, room // 2)[0]
+        return self._draft(view, budget, budget // 2)[0]
 
-    def propose(self, view: View, room: int) -> Rounds:
+    def propose(self, view: View, budget: int) -> Rounds:
         yield from ()
-        if room <= 0:
-            return Guess().proposal(view)
-        runs = min(self.branches * (self.level - 1), room // 2)
-        guess, places = self._draft(view, room, runs)
-        proposal = guess.proposal(view)
+        if budget <= 0:
+            return DraftTree().proposal(view)
+        runs = min(self.branches * (self.level - 1), budget // 2)
+        draft, places = self._draft(view, budget, runs)
+        proposal = draft.proposal(view)
         graph, front = proposal.graph, -1
         for i, (first, *column) in enumerate(zip(*self._rows(view), strict=True)):
             if (front, first) not in places:
@@ -107,41 +109,43 @@ class Lookahead(Drafter):
             front = node = places[front, first]
             start = view.end + i + 1
             column = column[: view.limit - 1 - start]
-            while column and (node, column[0]) in places:  # drafted as it is
+            while column and (node, column[0]) in places:  # it is in the draft already
                 node, start, column = places[node, column[0]], start + 1, column[1:]
-            if len(graph) + len(column) > proposal.given + room:
+            if len(graph) + len(column) > proposal.given + budget:
                 break
             below = chain(column, start, probe=True)
             graph = graph.grow(below, at=NodeId(proposal.given + node))
         proposal.graph = graph
         return proposal
 
-    def _draft(self, view: View, room: int, runs: int) -> tuple[Guess, dict[tuple[int, int], int]]:
-        """The pool's runs (`runs` nodes) and the window's front row as a tree, and where all is."""
-        guess, deepest = Guess(), view.limit - view.end - 1
+    def _draft(
+        self, view: View, budget: int, runs: int
+    ) -> tuple[DraftTree, dict[tuple[int, int], int]]:
+        """The pool's runs (`runs` nodes) and the window's front row as a tree, and the places."""
+        draft, max_depth = DraftTree(), view.limit - view.end - 1
         places: dict[tuple[int, int], int] = {}
         for rank, run in enumerate(self._runs(view), start=1):
             parent = -1
-            for depth, token in enumerate(run[:deepest]):
+            for depth, token in enumerate(run[:max_depth]):
                 if (parent, token) not in places:
-                    if len(guess) >= runs:
+                    if len(draft) >= runs:
                         break
-                    sign = Sign("lookahead", (min(rank, 4), min(depth, 3)))
-                    chance = 0.5 if depth else 0.5 / rank
-                    places[parent, token] = guess.add(token, parent, sign, chance)
+                    key = AcceptanceKey("lookahead", (min(rank, 4), min(depth, 3)))
+                    rate = 0.5 if depth else 0.5 / rank
+                    places[parent, token] = draft.add(token, parent, key, rate)
                 parent = places[parent, token]
-        parent, width = -1, min(deepest, -((len(guess) - room) // (self.level - 1)))
+        parent, width = -1, min(max_depth, -((len(draft) - budget) // (self.level - 1)))
         for depth, token in enumerate(self._rows(view)[0][:width]):
             if (parent, token) not in places:
-                if len(guess) >= room:
+                if len(draft) >= budget:
                     break
-                sign = Sign("lookahead", (0, min(depth, 3)))
-                places[parent, token] = guess.add(token, parent, sign, 0.3)
+                key = AcceptanceKey("lookahead", (0, min(depth, 3)))
+                places[parent, token] = draft.add(token, parent, key, 0.3)
             parent = places[parent, token]
-        return guess, places
+        return draft, places
 
     def _runs(self, view: View) -> list[tuple[int, ...]]:
-        """What may follow the last token."""
+        """Runs that may follow the last token."""
         last, pool = view.tokens[-1], self._pools.of(view.salt)
         found = pool.after(last, self.branches)
         if self.recycle and len(found) < self.branches:
@@ -149,12 +153,12 @@ class Lookahead(Drafter):
         return found
 
     def _rows(self, view: View) -> Rows:
-        """The window; there is none before the first pass."""
+        """The window; it is empty before the first pass."""
         found: Rows | None = view.state
         return found or ((),) * (self.level - 1)
 
     def _filled(self, view: View, rows: Rows) -> Rows:
-        """A window whose open end is filled up: from the pool if asked for, else from anywhere."""
+        """The window with its open end filled: from the pool with `retrieve`, else from the text."""
         tokens, filled = view.tokens, [list(row) for row in rows]
         pool = self._pools.of(view.salt)
         while len(filled[0]) < self.window:
@@ -168,7 +172,7 @@ class Lookahead(Drafter):
                 row.append(token)
         return tuple(map(tuple, filled))
 
-    # --- what the pass says -----------------------------------------------------------------------
+    # --- after the pass ----------------------------------------------------------------------------
 
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> Rows:
         pool, passed = self._pools.of(view.salt), len(verdict.settled) - 1
@@ -183,7 +187,7 @@ class Lookahead(Drafter):
         return self._filled(view, rows or ((),) * (self.level - 1))
 
     def _renewed(
-        self, proposal: Proposal, scores: Scores, rows: Rows, pool: Pool
+        self, proposal: Proposal, scores: Scores, rows: Rows, pool: NGramPool
     ) -> list[tuple[int, ...]]:
         """The window's columns one position on; runs that they complete enter the pool."""
         graph, columns = proposal.graph, []
@@ -200,12 +204,12 @@ class Lookahead(Drafter):
                 run = (*column, int(scores.token(end)))
                 pool.add(run)
                 columns.append(run[1:])
-            else:  # there was no room for the column: its first guess is renewed at least
+            else:  # the column did not fit: only its first guess is renewed
                 columns.append((int(scores.token(node)), *column[2:], column[-1]))
         return columns
 
-    def _keep_rejected(self, proposal: Proposal, scores: Scores, pool: Pool) -> None:
-        """What the target wrote along guesses that failed may come true a little later."""
+    def _keep_rejected(self, proposal: Proposal, scores: Scores, pool: NGramPool) -> None:
+        """Adds the runs that the target predicted along rejected guesses: they may fit later."""
         written: dict[int, tuple[int, ...]] = {}
         for node in range(proposal.root, len(proposal.graph)):
             above = written.get(int(proposal.graph.parents[node]), ())

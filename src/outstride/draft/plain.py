@@ -1,4 +1,4 @@
-"""No guess at all: one token per pass, the text that every exact method must return."""
+"""`plain`: one token per pass, the text that every exact method must return."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outstride.registry import method
 
 @method("plain", family="baseline")
 class Plain(Drafter):
-    """One token per pass, nothing guessed.
+    """One token per pass, nothing drafted.
 
     Paper: none; this is ordinary autoregressive decoding
     Exactness: exact by definition

@@ -1,4 +1,4 @@
-"""Pruning: the target's first layers look at a tree, and the others see what they leave of it."""
+"""`prune`: the target's first layers prune a draft tree before the other layers verify it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ class Prune(Drafter):
     """Cuts weak branches off another drafter's tree once the target's first layers have seen them.
 
     The whole tree passes the first `layer` layers (0: half of them; a model that has no more is not
-    pruned). There the model's own head says what may follow each node; a branch whose token is not
-    among the first `keep` candidates behind its parent is cut off, with all that hangs from it. The
-    others go on from the states that they have reached, so nothing is computed twice. It pays where
-    a node costs about what it computes, where the head is small beside the layers, and where the
-    first layers have something to say: those of a model that was not trained for early exits give
-    up good branches with the bad ones.
+    pruned). There the model's own LM head predicts what may follow each node; a branch whose token is
+    not among the first `keep` candidates after its parent is pruned, with its whole subtree. The
+    others go on from the hidden states that they have reached, so nothing is computed twice. It pays
+    where the cost of a pass grows with its nodes, where the LM head is small next to the layers, and
+    where the first layers predict well: those of a model that was not trained for early exits prune
+    good branches with the bad ones.
 
-    Paper: early pruning of ProPD (Zhong et al., 2024), with the model's own head and a fixed `keep`
+    Paper: early pruning of ProPD (Zhong et al., 2024), with the model's own LM head in place of a
+      trained one and a fixed `keep`; its dynamic tree sizes are not here
     Exactness: exact
     Needs: nothing
-    Cost per step: what `of` costs; its nodes pass the first `layer` layers and those with children the
-      head, in a pass of their own; the survivors' entries are moved together and pass the rest
+    Cost per step: the cost of `of`; its nodes pass the first `layer` layers and those with children
+      the LM head, in a pass of their own; the KV of the survivors is moved together and they pass the
+      other layers
     """
 
     def __init__(self, *, of: str = "recycle", layer: int = 0, keep: int = 16) -> None:
@@ -38,21 +40,24 @@ class Prune(Drafter):
         self.layer = layer
         self.keep = keep
         self._of = drafter = registry.build(of).drafter
-        if not drafter.trimmable or drafter.weighed or drafter.models or drafter.grafts:
+        if not drafter.prunable or drafter.cost_aware or drafter.models or drafter.draft_heads:
             raise ValueError(
-                f"{of!r} cannot be pruned: `of` takes a drafter that looks up a guess and says how "
-                "large, such as recycle, suffix or mix"
+                f"{of!r} cannot be pruned: `of` takes a method that looks up a draft tree without a "
+                "model of its own, such as recycle, suffix or mix"
             )
-        self.wants, self.tokens = drafter.wants, drafter.tokens
+        self.wants, self.input_tokens = drafter.wants, drafter.input_tokens
 
     def demand(self, view: View) -> Demand:
         return self._of.demand(view)
 
-    def propose(self, view: View, room: int) -> Rounds:
-        whole = yield from self._of.propose(view, room)
+    def on_backoff(self, view: View, steps: int) -> None:
+        self._of.on_backoff(view, steps)
+
+    def propose(self, view: View, budget: int) -> Rounds:
+        whole = yield from self._of.propose(view, budget)
         layer, given = self.layer or view.layers // 2, whole.given
         if not 0 < layer < view.layers or given > 1 or len(whole.graph) == given:
-            return whole  # a prompt goes through all layers at once
+            return whole  # a prompt passes all layers at once
         asked = tuple(sorted({int(parent) for parent in whole.graph.parents[given:]}))
         wants = Wants(nodes=asked, best=self.keep, hidden=(layer,))
         early = yield replace(whole, layers=(0, layer), wants=wants)
@@ -72,13 +77,13 @@ class Prune(Drafter):
 
 
 def surviving(graph: TokenGraph, given: int, early: Scores) -> tuple[int, ...]:
-    """What is given, and each node that its parent's early scores foresee, if the parent survives."""
-    foreseen = {node: set(early.rivals(NodeId(node))) for node in early.nodes.tolist()}
+    """The given nodes, and each node among its parent's early candidates whose parent survives."""
+    candidates = {node: set(early.candidates(NodeId(node))) for node in early.nodes.tolist()}
     tokens, parents = graph.tokens.tolist(), graph.parents.tolist()
     alive = list(range(given))
     living = set(alive)
     for node in range(given, len(tokens)):
-        if parents[node] in living and tokens[node] in foreseen[parents[node]]:
+        if parents[node] in living and tokens[node] in candidates[parents[node]]:
             living.add(node)
             alive.append(node)
     return tuple(alive)

@@ -1,4 +1,4 @@
-"""Recursive speculative decoding: paths of a draft model, drawn without replacement."""
+"""`rsd`: a tree of a draft model's paths, sampled without replacement."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import numpy.typing as npt
 
 from outstride.core.proposal import Scores
 from outstride.core.sequence import View
-from outstride.draft.sampled import Sampled, drawn
-from outstride.draft.writer import Branch, leading, pruned
+from outstride.draft.sampled import SampledDrafter, sample_top
+from outstride.draft.tree_expansion import Branch, best_branches, best_paths
 from outstride.registry import method
 
 Values = npt.NDArray[np.float64]
 
 
-def below(top: Values | float, values: Values, largest: Values | float) -> Values:
-    """Perturbed values, moved so that the largest of the siblings comes to stand at `top`.
+def conditioned(top: Values | float, values: Values, largest: Values | float) -> Values:
+    """Perturbed values of siblings, given that the largest of them is `top`.
 
-    This is what they are once it is known that `top` is the largest of them all.
+    `largest` is their largest value before.
     """
     with np.errstate(divide="ignore"):
         gap = top - values + np.log1p(-np.exp(values - largest))
@@ -26,7 +26,7 @@ def below(top: Values | float, values: Values, largest: Values | float) -> Value
 
 
 @method("rsd", family="draft model", acceptor="recursive")
-class Recursive(Sampled):
+class RecursiveDrafter(SampledDrafter):
     """A smaller model draws a tree of paths without replacement, so that no candidate comes twice.
 
     Stochastic beams: the `width` paths with the largest perturbed log-probabilities stay, level by
@@ -45,10 +45,10 @@ class Recursive(Sampled):
 
     def branches(self, view: View, scores: Scores, above: Branch, at: int) -> list[Branch]:
         row = scores.probabilities(above.node)
-        tokens, values = drawn(row, self.noise(view, above.place), at, self.width)
+        tokens, values = sample_top(row, self.noise(view, above.place), at, self.width)
         perturbed = values.astype(np.float64) + above.logprob
         top = above.score if above.place >= 0 else float(perturbed[0])
-        moved = below(top, perturbed, perturbed[0])
+        moved = conditioned(top, perturbed, perturbed[0])
         return [
             Branch(
                 int(token),
@@ -61,9 +61,9 @@ class Recursive(Sampled):
             for rank, token in enumerate(tokens)
         ]
 
-    def sift(self, fresh: list[Branch]) -> tuple[list[Branch], list[Branch]]:
-        going = leading(fresh, self.width)
-        return going, going
+    def select(self, fresh: list[Branch]) -> tuple[list[Branch], list[Branch]]:
+        best = best_branches(fresh, self.width)
+        return best, best
 
-    def chosen(self, written: list[Branch], room: int) -> list[Branch]:
-        return pruned(written, room)
+    def chosen(self, drafted: list[Branch], budget: int) -> list[Branch]:
+        return best_paths(drafted, budget)

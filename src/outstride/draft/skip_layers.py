@@ -1,4 +1,4 @@
-"""Layer skipping: the further an answer gets, the fewer layers its tokens pass. Lossy."""
+"""`skip-layers`: the longer an answer gets, the fewer layers its tokens pass. Lossy."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ class SkipLayers(Drafter):
     """Each token passes the first layers and the last ones, fewer of them as the answer gets longer.
 
     It changes the text, and nothing checks it. The prompt passes all layers. From the first token of
-    the answer to the one numbered `span`, the budget of layers falls evenly from all of them to
-    `least` (0: half of them). What is left out lies behind the first `warm` layers, so a later token
-    uses no layer that an earlier one did not pass: all that it looks back at is there. The budget
-    follows from the place in the answer alone; so the text is the same in any company, and after a
-    preemption, when the answer is read again one budget at a time. A model has to be tuned to do
-    without these layers; one that was not is soon at a loss for words.
+    the answer to the one numbered `span`, the number of layers falls evenly from all of them to
+    `min_layers` (0: half of them). The layers that are skipped come right after the first `warm`
+    ones, so a later token uses no layer that an earlier one did not pass: all KV that it attends to
+    is there. The number follows from the position in the answer alone; so the text is the same in
+    every batch, and after a preemption, when the answer is computed again in chunks of tokens that
+    skip the same layers. A model has to be tuned to do without these layers; the text of one that was
+    not soon degrades.
 
     Paper: SkipDecode (Del Corro et al., 2023), without its fine-tuning
     Exactness: lossy
@@ -28,33 +29,35 @@ class SkipLayers(Drafter):
     Cost per step: one node, which passes `warm` layers in a round of its own and then the last ones
     """
 
-    partial = True
+    partial_kv = True
 
-    def __init__(self, *, warm: int = 4, least: int = 0, span: int = 64) -> None:
-        if warm < 1 or span < 1 or (least <= warm and least != 0):
-            raise ValueError("needs warm >= 1, span >= 1, and least > warm (or 0: half the layers)")
+    def __init__(self, *, warm: int = 4, min_layers: int = 0, span: int = 64) -> None:
+        if warm < 1 or span < 1 or (min_layers <= warm and min_layers != 0):
+            raise ValueError(
+                "needs warm >= 1, span >= 1, and min_layers > warm (or 0: half the layers)"
+            )
         self.warm = warm
-        self.least = least
+        self.min_layers = min_layers
         self.span = span
 
     def resumes(self, position: int, view: View) -> int:
-        """The layer at which a token goes on behind the first ones: `warm` if it skips none."""
+        """The layer at which a token goes on after the first ones: `warm` if it skips none."""
         layers, place = view.layers, position - view.prompt_length + 1
-        least = min(max(self.least or layers // 2, self.warm + 1), layers)
-        return self.warm + (layers - least) * min(max(place, 0), self.span) // self.span
+        fewest = min(max(self.min_layers or layers // 2, self.warm + 1), layers)
+        return self.warm + (layers - fewest) * min(max(place, 0), self.span) // self.span
 
     def demand(self, view: View) -> Demand:
-        """No nodes; but settled tokens are read again in pieces, as far as they skip the same."""
-        if (pending := view.pending()) == 1:
+        """No nodes. Settled tokens are computed again in chunks that skip the same layers."""
+        if (pending := view.num_uncomputed()) == 1:
             return Demand()
         first = view.end - pending
         if first < view.prompt_length:
-            return Demand(until=view.prompt_length)
-        start, behind = self.resumes(first, view), range(first, view.end)
-        alike = takewhile(lambda position: self.resumes(position, view) == start, behind)
-        return Demand(until=first + sum(1 for _ in alike))
+            return Demand(prefill_until=view.prompt_length)
+        start, later = self.resumes(first, view), range(first, view.end)
+        alike = takewhile(lambda position: self.resumes(position, view) == start, later)
+        return Demand(prefill_until=first + sum(1 for _ in alike))
 
-    def propose(self, view: View, room: int) -> Rounds:
+    def propose(self, view: View, budget: int) -> Rounds:
         given = view.given()
         start = self.resumes(int(given.positions[0]), view)
         if start == self.warm:

@@ -1,14 +1,19 @@
-"""Drafted tokens that the target finds typical are good enough. Lossy."""
+"""`typical`: drafted tokens that the target finds likely enough stay. Lossy."""
 
 from __future__ import annotations
 
-from outstride.core.proposal import Wants
-from outstride.draft.draft import Draft
+import numpy as np
+
+from outstride.core.contracts import Acceptor
+from outstride.core.graph import FloatArray, NodeId, Position, TokenId
+from outstride.core.proposal import Proposal, Scores, Verdict, Wants
+from outstride.core.sequence import View
+from outstride.draft.draft import DraftModelDrafter
 from outstride.registry import method
 
 
-@method("typical", family="draft model", acceptor="typical")
-class Typical(Draft):
+@method("typical", family="draft model")
+class TypicalAcceptance(DraftModelDrafter, Acceptor):
     """A smaller model's tokens stay wherever the target finds them likely enough.
 
     It changes the text: where several tokens would do, the draft model's choice is taken and not the
@@ -36,3 +41,32 @@ class Typical(Draft):
         super().__init__(model=model, length=length, width=width)
         if not (0 < epsilon <= 1 and 0 < delta <= 1):
             raise ValueError("needs epsilon and delta above 0 and up to 1")
+        self.epsilon = epsilon
+        self.delta = delta
+
+    def threshold(self, p: FloatArray) -> float:
+        """The probability that a token needs under the distribution p."""
+        some = p[p > 0].astype(np.float64)
+        entropy = -float((some * np.log(some)).sum())
+        return min(self.epsilon, self.delta * float(np.exp(-entropy)))
+
+    def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
+        """Takes the longest path of tokens above the threshold, then one token of the target."""
+        graph, end = proposal.graph, proposal.root
+        depth = {end: 0}
+        for node in map(NodeId, range(proposal.given, len(graph))):
+            above = NodeId(int(graph.parents[node]))
+            if above not in depth:
+                continue
+            p = scores.probabilities(above)
+            if p[graph.tokens[node]] >= self.threshold(p):
+                depth[node] = depth[above] + 1
+                if depth[node] > depth[end]:
+                    end = node
+        path = graph.path(end)
+        settled = {
+            Position(int(graph.positions[node])): TokenId(int(graph.tokens[node]))
+            for node in path[proposal.given :]
+        }
+        settled[Position(int(graph.positions[end]) + 1)] = scores.token(end)
+        return Verdict(settled=settled, keep=tuple(path))

@@ -1,0 +1,1 @@
+"""How much to draft: joined drafters, acceptance estimates, calibration, and the cost of passes."""
