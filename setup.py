@@ -20,8 +20,8 @@ setup(
                 "src/outstride/ops/cpu/kernels.attention.blocks.inc",
                 "src/outstride/ops/cpu/kernels.attention.products.inc",
                 "src/outstride/ops/cpu/kernels.cache.inc",
-                "src/outstride/ops/cpu/kernels.groups.inc",
-                "src/outstride/ops/cpu/kernels.stir.inc",
+                "src/outstride/ops/cpu/kernels.int4.inc",
+                "src/outstride/ops/cpu/kernels.hadamard.inc",
             ],
             extra_compile_args=[
                 "-O3",

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
 
 from outstride.errors import CorruptModel, UnsupportedModel
+from outstride.models.checkpoint_names import HEAD, places, published
 from outstride.models.config import DecoderConfig
-from outstride.models.dialects import HEAD, places, published
 from outstride.models.tokenizer import read_json
 from outstride.models.weights import allocate, check_shape
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+_MERGE = "to use it, merge it into the base model (PEFT: merge_and_unload) and save the result"
 _HARMLESS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
-"""Buffers that old checkpoints carry along and that are computed here."""
+"""Buffers of old checkpoints that are not needed: they are computed here."""
+
+
+def adapter_files(folder: Path) -> list[Path]:
+    """The files of a PEFT adapter (LoRA and the like) in a folder."""
+    return [folder / name for name in _ADAPTER if (folder / name).is_file()]
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The decoder that `config.json` describes."""
+    """The decoder that `config.json` describes; a warning if there is an adapter that is not used."""
+    adapter = adapter_files(folder)
+    if adapter and not (folder / "config.json").is_file():
+        raise UnsupportedModel(
+            f"{folder} holds a PEFT adapter ({adapter[0].name}) and no model; {_MERGE}"
+        )
+    if adapter:
+        print(
+            f"warning: {adapter[0]} is a PEFT adapter, which is ignored: the base model runs without "
+            f"it; {_MERGE}",
+            file=sys.stderr,
+            flush=True,
+        )
     if not (folder / "config.json").is_file():
         raise CorruptModel(f"{folder} has no config.json")
     config = read_json(folder / "config.json")
@@ -45,7 +65,7 @@ def weight_files(folder: Path) -> dict[Path, list[str] | None]:
         return files
     if (folder / _SINGLE).is_file():
         return {folder / _SINGLE: None}
-    found = sorted(folder.glob("*.safetensors"))
+    found = sorted(set(folder.glob("*.safetensors")) - set(adapter_files(folder)))
     if len(found) == 1:
         return {found[0]: None}
     if any(folder.glob("*.bin")):
@@ -56,24 +76,24 @@ def weight_files(folder: Path) -> dict[Path, list[str] | None]:
 
 
 def read_tensors(folder: Path, config: DecoderConfig) -> dict[str, torch.Tensor]:
-    """All tensors in float32 under their common names."""
+    """All tensors in float32 under Llama's names."""
     from safetensors import SafetensorError, safe_open
 
     placed = places(config.shapes(), config.architecture)
     unused = published(HEAD, config.architecture) if config.tied else None
     tensors, filled = allocate(config), set()
-    for path, promised in weight_files(folder).items():
+    for path, listed in weight_files(folder).items():
         try:
             with safe_open(path, framework="pt") as file:
                 names = list(file.keys())
-                if promised and (lost := sorted(set(promised) - set(names))):
+                if listed and (lost := sorted(set(listed) - set(names))):
                     raise CorruptModel(f"the tensor {lost[0]!r} is missing in {path}")
                 for name in names:
                     if name.endswith(_HARMLESS) or name == unused:
                         continue
                     if name not in placed:
                         raise CorruptModel(
-                            f"the tensor {name!r} in {path} has no place in the model"
+                            f"the tensor {name!r} in {path} is not part of the model"
                         )
                     parts = [tensors[part] for part in placed[name]]
                     _fill(parts, file.get_tensor(name), name, path)
@@ -86,7 +106,7 @@ def read_tensors(folder: Path, config: DecoderConfig) -> dict[str, torch.Tensor]
 
 
 def _fill(into: list[torch.Tensor], tensor: torch.Tensor, name: str, path: Path) -> None:
-    """Copies a tensor to its place, or its rows to the places that they have one after the other."""
+    """Copies a tensor to its place, or its rows to several places in order."""
     if not tensor.is_floating_point():
         raise UnsupportedModel(f"the tensor {name!r} in {path} is not of a floating-point type")
     sizes = [len(part) for part in into]

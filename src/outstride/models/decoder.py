@@ -1,7 +1,7 @@
 """`Decoder`: one transformer for the Llama, Qwen and LLaDA families, autoregressive or not.
 
-It runs token graphs over a paged cache through operations whose rows do not depend on each other:
-a node gets the same bits alone, in a long prompt, in a tree or in a batch.
+It runs token graphs over a paged KV cache through operations (`ops`) whose rows do not depend on each
+other: a node gets the same bits alone, in a long prompt, in a tree or in a batch.
 """
 
 from __future__ import annotations
@@ -17,36 +17,33 @@ from threading import Lock
 import numpy as np
 import torch
 
-from outstride.core.contracts import Filter, Graft, Masking, Work
+from outstride.core.contracts import MaskedSpec, PassInput, TrainedFilter
+from outstride.core.draft_heads import DraftHead, MedusaDraftHead
 from outstride.core.graph import MIXTURE, BoolArray, FloatArray, IntArray
 from outstride.core.proposal import Proposal, Scores
-from outstride.core.sequence import Table
+from outstride.core.sequence import BlockTable
 from outstride.models import weights
 from outstride.models.config import DecoderConfig
-from outstride.ops.contract import (
-    AdapterWeights,
-    ExpertWeights,
-    GraftWeights,
-    HeadsWeights,
-    LayerWeights,
-    Model,
-    Ops,
-    Span,
-    State,
-    Wanted,
-)
+from outstride.ops.contract import HeadInput, HiddenStates, Ops, Span
 from outstride.ops.reference import Reference
+from outstride.ops.weights import (
+    AdapterWeights,
+    BlockDrafterWeights,
+    DraftHeadWeights,
+    MedusaWeights,
+    ModelWeights,
+)
 
 
 @dataclass(slots=True)
-class _Part:
-    """One piece of work on its way through the layers."""
+class _GraphRun:
+    """The token graph of one pass input on its way through the layers."""
 
-    work: Work
+    work: PassInput
     start: int
     stop: int
-    state: State | FloatArray | None
-    """None until the first layer: its inputs are still to be embedded."""
+    state: HiddenStates | FloatArray | None
+    """Hidden states, one row per computed node; None before the embedding."""
     hidden: dict[int, FloatArray] = field(default_factory=dict)
 
     @property
@@ -60,22 +57,23 @@ class _Part:
 
     @property
     def wanted(self) -> IntArray:
-        """Nodes that reach the head; those of earlier rounds have had their scores."""
+        """Nodes that reach the LM head; nodes of earlier rounds are scored already."""
         nodes, first = self.work.proposal.wanted, self.work.first
         return nodes[nodes >= first] if first else nodes
 
 
 @dataclass(slots=True)
-class Pass:
-    """A pass: launched and running elsewhere, or run by whoever waits for it.
+class DecoderPass:
+    """A pass that runs on a device already, or that runs when its result is waited for.
 
-    On a processor a pass uses all cores, and handing it to a thread and back takes longer than most
-    of what could be done meanwhile. It is handed over when a drafter works in the same step.
+    On a CPU a pass uses all cores, and a switch to another thread and back takes longer than most work
+    that could be overlapped. So it is started on the model's thread only when a drafter works in the
+    same step (`start`).
     """
 
     result: Callable[[], list[Scores]]
     worker: Executor | None = None
-    """The model's own thread, where that is of use."""
+    """The model's own thread; None for passes that were launched on a device."""
 
     def start(self) -> None:
         if self.worker is not None:
@@ -85,87 +83,11 @@ class Pass:
         return self.result()
 
 
-def _digest(config: DecoderConfig, tensors: dict[str, torch.Tensor]) -> str:
-    """Names the weights: every bit counts in a fold, and a sample of each tensor in order."""
-    digest = hashlib.sha256(repr(config).encode())
-    for name in sorted(tensors):
-        words = tensors[name].contiguous().view(-1).numpy().view(np.uint32)
-        sample = words[:: max(1, len(words) // 1024)]
-        digest.update(f"{name}{tuple(tensors[name].shape)}".encode())
-        digest.update(np.bitwise_xor.reduce(words).tobytes())
-        digest.update(np.ascontiguousarray(sample).tobytes())
-    return digest.hexdigest()
-
-
-def _take_layer(
-    config: DecoderConfig, tensors: dict[str, torch.Tensor], index: int
-) -> LayerWeights:
-    """Takes a layer's tensors out of the dictionary."""
-
-    at = f"model.layers.{index}."
-
-    def take(*names: str) -> torch.Tensor:
-        return weights.joined([tensors.pop(at + name) for name in names])
-
-    def maybe(present: bool, *names: str) -> torch.Tensor | None:
-        return take(*names) if present else None
-
-    def heads(kind: str) -> torch.Tensor:
-        q, k, v = (tensors.pop(f"{at}self_attn.{name}_proj.{kind}") for name in "qkv")
-        return weights.joined([*(weights.turned_first(part, config) for part in (q, k)), v])
-
-    def norm(name: str) -> torch.Tensor | None:
-        if not config.head_norms:
-            return None
-        return weights.joined([weights.turned_first(tensors.pop(f"{at}self_attn.{name}"), config)])
-
-    experts = config.experts if config.experts and config.experts.layers[index] else None
-    mlp, some = ("mlp.shared_experts", experts.shared > 0) if experts else ("mlp", True)
-    inner = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
-    return LayerWeights(
-        attention_norm=take("input_layernorm.weight"),
-        qkv=heads("weight"),
-        qkv_bias=heads("bias") if config.qkv_bias else None,
-        query_norm=norm("q_norm.weight"),
-        key_norm=norm("k_norm.weight"),
-        output=take("self_attn.o_proj.weight"),
-        output_bias=maybe(config.output_bias, "self_attn.o_proj.bias"),
-        mlp_norm=take("post_attention_layernorm.weight"),
-        gate_up=take(*(f"{name}.weight" for name in inner)) if some else torch.empty(0, 0),
-        gate_up_bias=maybe(config.mlp_bias, *(f"{name}.bias" for name in inner)),
-        down=take(f"{mlp}.down_proj.weight") if some else torch.empty(0, 0),
-        down_bias=maybe(config.mlp_bias, f"{mlp}.down_proj.bias"),
-        experts=_take_experts(config, tensors, index) if experts else None,
-        clip=config.clip,
-    )
-
-
-def _take_experts(
-    config: DecoderConfig, tensors: dict[str, torch.Tensor], index: int
-) -> ExpertWeights:
-    """Takes the experts of a layer out of the dictionary."""
-
-    def take(*names: str) -> torch.Tensor:
-        return weights.joined([tensors.pop(f"model.layers.{index}.{name}") for name in names])
-
-    experts = config.experts
-    assert experts is not None
-    inner, outer = weights.expert_parts(config)
-    size, hidden = experts.size, config.hidden_size
-    return ExpertWeights(
-        routing=experts.routing,
-        router=take("mlp.gate.weight"),
-        bias=take("mlp.gate.expert_bias") if experts.bias else None,
-        gate_up=take(*(f"{name}.weight" for name in inner)).view(-1, 2 * size, hidden),
-        down=take(*(f"{name}.weight" for name in outer)).view(-1, hidden, size),
-    )
-
-
 class Decoder:
-    """A decoder with a paged cache. Implements `core.contracts.Model`.
+    """A decoder with a paged KV cache. Implements `core.contracts.Model`.
 
-    Who sees whom is the graphs' affair: one pass may hold chains and masked blocks. `digest` names
-    the weights that the operations work with.
+    Attention follows the token graphs: one pass may hold chains, trees and masked blocks. `digest`
+    identifies the weights; the fingerprint adds device, weights format and build.
     """
 
     def __init__(
@@ -176,27 +98,27 @@ class Decoder:
         *,
         pages: int,
         page_size: int = 16,
-        masking: Masking | None = None,
+        masking: MaskedSpec | None = None,
     ) -> None:
         self.config = config
         self.ops = ops
         self.vocab_size = config.vocab_size
         self.layers = config.layers
         self.context = config.context
-        self.vision = config.vision
-        self.masking = masking
+        self.attention_pattern = config.attention_pattern
+        self.masked_spec = masking
         self.page_size = page_size
         self.pages = pages
         self.digest = digest
-        self.grafts: dict[str, Graft] = {}
-        self.filters: dict[str, Filter] = {}
+        self.draft_heads: dict[str, DraftHead] = {}
+        self.filters: dict[str, TrainedFilter] = {}
         self._ranges: dict[str, tuple[int, int]] = {"": (0, config.layers)}
-        self._following: dict[int, str] = {}
-        """Parts that go on from states, by their first layer."""
+        self._eagle_heads: dict[int, str] = {}
+        """EAGLE draft heads, by their first layer."""
         self._busy = Lock()
-        """Held during a pass, and while something is attached."""
+        """Held during a pass, and while a draft head or an adapter is attached."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="outstride-model")
-        build = f"{digest} {self.ops.name} torch {torch.__version__}"
+        build = f"{digest} {ops.device} {ops.weights} {ops.name} torch {torch.__version__}"
         self.fingerprint = hashlib.sha256(build.encode()).hexdigest()[:16]
 
     @classmethod
@@ -208,23 +130,24 @@ class Decoder:
         pages: int,
         page_size: int = 16,
         features: tuple[int, ...] = (),
-        make_ops: Callable[[Model], Ops] = Reference,
-        masking: Masking | None = None,
+        make_ops: Callable[[ModelWeights], Ops] = Reference,
+        masking: MaskedSpec | None = None,
     ) -> Decoder:
         """From tensors named as in a Llama checkpoint of Hugging Face.
 
-        They are taken out of the dictionary one by one, so that no second copy of the model exists
-        at any time. `features` names layers whose entering states are stored beside the cache entry
-        of each node, for trained drafters.
+        They are removed from the dictionary one by one, so that no second copy of the model exists.
+        `features` names layers whose input hidden states are stored with the KV of each node, for
+        draft heads.
         """
         weights.check(config, tensors)
+        weights.check_finite(tensors)
         if any(not 0 <= layer <= config.layers for layer in features):
             raise ValueError(f"features must name layers from 0 to {config.layers}: {features}")
-        digest = _digest(config, tensors)
-        model = Model(
+        digest = weights.digest_of(config, tensors)
+        model = ModelWeights(
             shape=config,
             embedding=weights.joined([tensors.pop("model.embed_tokens.weight")]),
-            layers=[_take_layer(config, tensors, i) for i in range(config.layers)],
+            layers=[weights.take_layer(config, tensors, i) for i in range(config.layers)],
             norm=weights.joined([tensors.pop("model.norm.weight")]),
             head=None if config.tied else weights.joined([tensors.pop("lm_head.weight")]),
             slots=pages * page_size,
@@ -238,60 +161,61 @@ class Decoder:
         """Adds embedding rows (masks, prompt tokens); returns the id of the first."""
         return self.vocab_size + self.ops.add_rows(weights.joined([rows]))
 
-    def attach(self, name: str, graft: Graft, weights: GraftWeights) -> None:
-        """Takes in a trained part. It guesses and no more: no text depends on it."""
-        if any(not 0 <= tap <= self.layers for tap in weights.taps):
-            raise ValueError(f"it taps layers {weights.taps} of a model that has {self.layers}")
+    def attach_draft_head(self, name: str, head: DraftHead, weights: DraftHeadWeights) -> None:
+        """Attaches a draft head. It only drafts: no text depends on it."""
+        aux_layers = (weights.layer,) if isinstance(weights, MedusaWeights) else weights.aux_layers
+        if any(not 0 <= layer <= self.layers for layer in aux_layers):
+            raise ValueError(f"it reads layers {aux_layers} of a model that has {self.layers}")
         listed = weights.vocabulary
         if not len(listed) or listed.min() < 0 or listed.max() >= self.vocab_size:
             raise ValueError(f"its vocabulary is not part of the model's {self.vocab_size} tokens")
         with self._busy:
-            first = self.ops.attach(name, weights)
-            self._ranges[name] = first, first + len(weights.layers)
-            if weights.follow is not None:
-                self._following[first] = name
-            swift = self.ops.chains and weights.before is not None
-            self.grafts[name] = replace(graft, swift=True) if swift else graft
+            placed = self.ops.draft_heads.attach(name, weights)
+            self._ranges[name] = placed.layers
+            if head.autoregressive:
+                self._eagle_heads[placed.layers[0]] = name
+            if isinstance(head, MedusaDraftHead):
+                head = replace(head, feature_range=placed.feature_range)
+            if isinstance(weights, BlockDrafterWeights) and weights.bigram is not None:
+                head = replace(head, device_chain=self.ops.device_chains)
+            self.draft_heads[name] = head
 
-    def attach_heads(self, name: str, graft: Graft, weights: HeadsWeights) -> None:
-        """Takes in trained heads, which have no layers: they start from states that are stored."""
+    def attach_adapter(
+        self, mask: torch.Tensor, block: int, layers: Sequence[AdapterWeights]
+    ) -> MaskedSpec:
+        """Attaches a LoRA adapter that only the nodes of blocks with masks go through."""
         with self._busy:
-            plane = self.ops.attach_heads(name, weights)
-            self._ranges[name] = self.layers, self.layers
-            self.grafts[name] = replace(graft, plane=plane)
-
-    def adapt(self, mask: torch.Tensor, block: int, layers: Sequence[AdapterWeights]) -> Masking:
-        """Takes in an adapter: nodes of blocks with masks go through it, and no other ones do."""
-        with self._busy:
-            self.ops.adapt(layers)
+            self.ops.draft_heads.attach_adapter(layers)
             token = self.add_rows(mask)
-            self.masking = Masking(token, block, shifted=True, causal=True, gated=True)
+            self.masked_spec = MaskedSpec(
+                token, block, shifted=True, causal=True, uses_adapter=True
+            )
             with_it = self.fingerprint.encode() + mask.float().numpy().tobytes()
             self.fingerprint = hashlib.sha256(with_it).hexdigest()[:16]
-            return self.masking
+            return self.masked_spec
 
     # --- the contract -----------------------------------------------------------------------------
 
-    def forward(self, work: Sequence[Work]) -> Pass:
+    def forward(self, work: Sequence[PassInput]) -> DecoderPass:
         """One pass over all graphs."""
-        if self.ops.remote:
+        if self.ops.asynchronous:
             with self._busy:
-                return Pass(self.ops.whole(work) or self._launch(list(work)))
-        return Pass(partial(self._forward, list(work)), self._worker)
+                return DecoderPass(self.ops.scores_ahead(work) or self._launch(list(work)))
+        return DecoderPass(partial(self._forward, list(work)), self._worker)
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
-        """Copies cache entries between slots, all read before any is written."""
+        """Copies KV between slots, all read before any is written."""
         if len(sources):
             self._move(sources, targets)
 
-    def feature(self, table: Table, position: int) -> FloatArray:
-        """The stored states at a kept position, one layer behind the other."""
-        entry = table.positions.index(position)
-        slot = table.pages[entry // self.page_size] * self.page_size + entry % self.page_size
+    def feature(self, table: BlockTable, position: int) -> FloatArray:
+        """The stored hidden states at a kept position, the layers one after the other."""
+        index = table.positions.index(position)
+        slot = table.pages[index // self.page_size] * self.page_size + index % self.page_size
         return self.ops.feature(slot)
 
     def close(self) -> None:
-        """Ends the model's thread; nothing may be asked of it afterwards."""
+        """Ends the model's thread; no pass may follow."""
         self._worker.shutdown()
 
     # --- the pass ---------------------------------------------------------------------------------
@@ -300,95 +224,97 @@ class Decoder:
     def _move(self, sources: IntArray, targets: IntArray) -> None:
         self.ops.move(np.asarray(sources), np.asarray(targets))
 
-    def _forward(self, work: list[Work]) -> list[Scores]:
+    def _forward(self, work: list[PassInput]) -> list[Scores]:
         with self._busy:
-            return (self.ops.whole(work) or self._launch(work))()
+            return (self.ops.scores_ahead(work) or self._launch(work))()
 
     @torch.inference_mode()
-    def _launch(self, work: list[Work]) -> Callable[[], list[Scores]]:
-        parts = [self._part(piece) for piece in work]
-        bounds = sorted({edge for part in parts for edge in (part.start, part.stop)})
+    def _launch(self, work: list[PassInput]) -> Callable[[], list[Scores]]:
+        runs = [self._graph_run(item) for item in work]
+        bounds = sorted({edge for run in runs for edge in (run.start, run.stop)})
         for low, high in pairwise(bounds):
-            active = [p for p in parts if p.count and p.start <= low and high <= p.stop]
+            active = [r for r in runs if r.count and r.start <= low and high <= r.stop]
             if active:
-                alone = len(active) == sum(part.count > 0 for part in parts)
+                alone = len(active) == sum(run.count > 0 for run in runs)
                 self._run_layers(active, low, high, alone)
-        wanted = [Wanted(p.proposal, p.wanted, p.state, p.work.first) for p in parts]
+        wanted = [HeadInput(r.proposal, r.wanted, r.state, r.work.first) for r in runs]
         collect = self.ops.score(wanted)
 
         def scores() -> list[Scores]:
             return [
-                replace(found, hidden=part.hidden) if part.hidden else found
-                for part, found in zip(parts, collect(), strict=True)
+                replace(found, hidden=run.hidden) if run.hidden else found
+                for run, found in zip(runs, collect(), strict=True)
             ]
 
         return scores
 
-    def _part(self, work: Work) -> _Part:
+    def _graph_run(self, work: PassInput) -> _GraphRun:
         proposal = work.proposal
-        start, stop = proposal.layers or self._ranges[proposal.graft]
-        part = _Part(work, start, stop, proposal.hidden if start else None)
-        if start and proposal.hidden is None and not proposal.graft:
+        start, stop = proposal.layers or self._ranges[proposal.draft_head]
+        run = _GraphRun(work, start, stop, proposal.hidden if start else None)
+        if start and proposal.hidden is None and not proposal.draft_head:
             raise ValueError(f"a pass from layer {start} on needs hidden states")
-        if proposal.hidden is not None and len(proposal.hidden) != part.count:
+        if proposal.hidden is not None and len(proposal.hidden) != run.count:
             raise ValueError("hidden states need one row for each node to be computed")
-        return part
+        return run
 
-    def _run_layers(self, parts: list[_Part], low: int, high: int, alone: bool) -> None:
-        """Takes the parts' states from the entrance of layer `low` to that of layer `high`.
+    def _run_layers(self, runs: list[_GraphRun], low: int, high: int, alone: bool) -> None:
+        """Runs layers `low` to `high - 1` on the hidden states of these graphs.
 
-        alone: this is all that is computed before the head.
+        alone: the pass computes nothing else before the LM head.
         """
         ops, spans, row = self.ops, [], 0
-        for part in parts:
-            work = part.work
-            graph, gates = part.proposal.graph, self._gates(part)
-            spans.append(Span(graph, work.slots, work.table, work.first, row, gates))
-            row += part.count
+        for run in runs:
+            work = run.work
+            graph, adapted = run.proposal.graph, self._adapter_rows(run)
+            spans.append(Span(graph, work.slots, work.table, work.first, row, adapted))
+            row += run.count
         batch = ops.begin(spans, ops.windows[low:high])
-        following = self._following.get(low, "")
+        eagle = self._eagle_heads.get(low, "")
 
-        def layers() -> State:
-            if following:
-                x = ops.follow(following, batch)
+        def layers() -> HiddenStates:
+            if eagle:
+                x = ops.draft_heads.eagle_input(eagle, batch)
             else:
-                x = ops.enter(batch, [part.state for part in parts])
+                x = ops.initial_hidden(batch, [run.state for run in runs])
             for layer in range(low, high):
                 ops.keep_features(layer, x, batch)
-                self._record(parts, spans, layer, x)
+                self._record(runs, spans, layer, x)
                 queries = ops.project(layer, x, batch)
                 x = ops.output(layer, x, ops.attend(layer, queries, batch), batch)
                 x = ops.mlp(layer, x, batch)
             if high == self.config.layers:
                 ops.keep_features(high, x, batch)
-                ops.digest(batch)
-            if following:
-                ops.carry(following, x, batch)
+                ops.draft_heads.write_kv(batch)
+            if eagle:
+                ops.draft_heads.keep_hidden(eagle, x, batch)
             return x
 
-        fresh = all(part.state is None and not part.proposal.wants.hidden for part in parts)
+        fresh = all(run.state is None and not run.proposal.wants.hidden for run in runs)
         whole = (
             (low, high)
-            if fresh and alone and not following and (low, high) in self._ranges.values()
+            if fresh and alone and not eagle and (low, high) in self._ranges.values()
             else None
         )
         x = ops.run(layers, batch, whole)
-        self._record(parts, spans, high, x)
-        for part, span in zip(parts, spans, strict=True):
-            part.state = ops.leave(x, span.rows)
+        self._record(runs, spans, high, x)
+        for run, span in zip(runs, spans, strict=True):
+            run.state = ops.hidden_of(x, span.rows)
 
-    def _gates(self, part: _Part) -> BoolArray | None:
-        """The nodes of blocks in which a mask stands: they go through the adapter."""
-        if self.masking is None or not self.masking.gated or part.proposal.graft:
+    def _adapter_rows(self, run: _GraphRun) -> BoolArray | None:
+        """Which computed nodes go through the adapter: those of blocks that hold a mask."""
+        if self.masked_spec is None or not self.masked_spec.uses_adapter or run.proposal.draft_head:
             return None
-        graph = part.proposal.graph
-        masks = (graph.tokens == self.masking.token) | (graph.tokens == MIXTURE)
+        graph = run.proposal.graph
+        masks = (graph.tokens == self.masked_spec.token) | (graph.tokens == MIXTURE)
         if not masks.any():
             return None
-        return np.isin(graph.blocks, graph.blocks[masks])[part.work.first :]
+        return np.isin(graph.blocks, graph.blocks[masks])[run.work.first :]
 
-    def _record(self, parts: list[_Part], spans: list[Span], layer: int, x: State) -> None:
-        """Reads out the states that proposals want of those that enter a layer."""
-        for part, span in zip(parts, spans, strict=True):
-            if layer in part.proposal.wants.hidden:
-                part.hidden[layer] = self.ops.read(self.ops.leave(x, span.rows))
+    def _record(
+        self, runs: list[_GraphRun], spans: list[Span], layer: int, x: HiddenStates
+    ) -> None:
+        """Copies the input hidden states of a layer for the proposals that want them."""
+        for run, span in zip(runs, spans, strict=True):
+            if layer in run.proposal.wants.hidden:
+                run.hidden[layer] = self.ops.to_array(self.ops.hidden_of(x, span.rows))

@@ -1,4 +1,4 @@
-"""`Diffusion`: what a checkpoint says of the masks that it fills in."""
+"""`Diffusion`: the conventions of masked (diffusion) models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from outstride.core.contracts import CAUSAL, FULL, Masking, Vision
+from outstride.core.contracts import CAUSAL, FULL, AttentionPattern, MaskedSpec
 from outstride.errors import CorruptModel, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Diffusion:
     """The conventions of a model that fills in masks.
 
-    mask: the id of the mask, where the config names it; else the tokenizer knows it.
-    block: positions that see each other; None: all.
-    shifted, causal: as in `core.contracts.Masking`.
+    mask: the id of the mask token, where the config states it; else the tokenizer has it.
+    block: the number of positions that attend to each other; None: all.
+    shifted, causal: as in `core.contracts.MaskedSpec`.
     """
 
     block: int | None = None
@@ -28,26 +28,16 @@ class Diffusion:
     mask: int | None = None
 
     @property
-    def vision(self) -> Vision:
-        return FULL if self.block is None else Vision(self.block)
+    def attention_pattern(self) -> AttentionPattern:
+        return FULL if self.block is None else AttentionPattern(self.block)
 
 
-_CONVENTIONS = {
-    "llada": Diffusion(),
-    "lladamoe": Diffusion(),
-    "Dream": Diffusion(shifted=True),
-    "llada2_moe": Diffusion(block=32),
-    "sdar": Diffusion(block=4, causal=True),
-    "Fast_dLLM_Qwen": Diffusion(block=32, shifted=True, causal=True),
-}
-"""By architecture. A block length is the one that the published code uses if it is told none."""
 _BLOCK = ("block_size", "bd_size", "block_length")
-"""The names under which configs state their block length."""
+"""The keys under which configs state the block length."""
 
 
-def read_diffusion(config: Mapping[str, Any], architecture: str) -> Diffusion | None:
-    """The conventions of an architecture, with what its config says of them."""
-    known = _CONVENTIONS.get(architecture)
+def read_diffusion(config: Mapping[str, Any], known: Diffusion | None) -> Diffusion | None:
+    """The conventions of a family, with the block length and the mask that the config states."""
     if known is None:
         return None
     block = known.block
@@ -60,25 +50,25 @@ def read_diffusion(config: Mapping[str, Any], architecture: str) -> Diffusion | 
     return replace(known, block=block, mask=None if mask is None else int(mask))
 
 
-def vision_of(diffusion: Diffusion | None) -> Vision:
-    """How a model sees tokens that are settled."""
-    return CAUSAL if diffusion is None else diffusion.vision
+def attention_pattern_of(diffusion: Diffusion | None) -> AttentionPattern:
+    """Which settled tokens attend to each other."""
+    return CAUSAL if diffusion is None else diffusion.attention_pattern
 
 
-def masking_of(
+def masked_spec_of(
     diffusion: Diffusion | None, tokenizer: Tokenizer, vocab_size: int
-) -> Masking | None:
-    """The conventions with the id of the mask, from the config or else from the tokenizer."""
+) -> MaskedSpec | None:
+    """The conventions with the id of the mask token, from the config or else from the tokenizer."""
     if diffusion is None:
         return None
     token = tokenizer.mask_id if diffusion.mask is None else diffusion.mask
     if token is None:
         raise UnsupportedModel(
-            "this model fills in masks, but nothing names its mask token: state mask_token_id in "
+            "this is a masked model, but nothing names its mask token: state mask_token_id in "
             "config.json, or mask_token in tokenizer_config.json"
         )
     if not 0 <= token < vocab_size:
         raise CorruptModel(f"the mask token {token} is none of the {vocab_size} of the model")
-    return Masking(
+    return MaskedSpec(
         token=token, block=diffusion.block, shifted=diffusion.shifted, causal=diffusion.causal
     )

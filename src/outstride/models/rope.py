@@ -1,4 +1,4 @@
-"""`RopeConfig`: how positions turn the heads of attention."""
+"""`RopeConfig`: rotary position embeddings (RoPE)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from outstride.errors import CorruptModel, UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How positions turn heads: base, and the way it was stretched to longer contexts.
+    """The base of RoPE, and how it is scaled to longer contexts.
 
-    kind: default, linear, llama3 or yarn. factors: divisors of each frequency, where a file
-    states them instead of the rule that they follow from.
+    kind: default, linear, llama3 or yarn. factors: divisors of each frequency, where a file stores
+    them instead of the parameters that they follow from.
     """
 
     theta: float = 10000.0
@@ -33,12 +33,12 @@ class RopeConfig:
     factors: tuple[float, ...] | None = None
 
     def frequencies(self, head_dim: int) -> list[float]:
-        """Radians per position of each pair of dimensions."""
+        """The angle per position of each pair of dimensions, in radians."""
         plain = [self.theta ** (-i / head_dim) for i in range(0, head_dim, 2)]
         if self.factors is not None:
             if len(self.factors) != len(plain):
                 raise CorruptModel(
-                    f"{len(self.factors)} rotary factors for heads of {head_dim} dimensions"
+                    f"{len(self.factors)} RoPE factors for heads of {head_dim} dimensions"
                 )
             return [f / divisor for f, divisor in zip(plain, self.factors, strict=True)]
         if self.kind == "linear":
@@ -51,7 +51,7 @@ class RopeConfig:
 
     @property
     def scale(self) -> float:
-        """What cosines and sines are multiplied with."""
+        """The factor of cosines and sines (YaRN's attention factor)."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.kind != "yarn":
@@ -64,20 +64,20 @@ class RopeConfig:
         return 1.0 if self.factor <= 1 else 0.1 * strength * math.log(self.factor) + 1.0
 
     def _llama3(self, frequency: float) -> float:
-        """Long waves are stretched, short ones kept, those between are blended."""
-        turns = self.original_context * frequency / (2 * math.pi)
-        if turns > self.high_freq_factor:
+        """Low frequencies are divided by the factor, high ones kept, those between interpolated."""
+        rotations = self.original_context * frequency / (2 * math.pi)
+        if rotations > self.high_freq_factor:
             return frequency
-        if turns < self.low_freq_factor:
+        if rotations < self.low_freq_factor:
             return frequency / self.factor
-        share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        share = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return (1 - share) * frequency / self.factor + share * frequency
 
     def _yarn(self, plain: list[float], head_dim: int) -> list[float]:
-        """Dimensions that turn often within the original context are kept, slow ones stretched."""
+        """High frequencies are kept, low ones are divided by the factor, with a ramp between them."""
 
-        def dimension(turns: float) -> float:
-            wave = self.original_context / (turns * 2 * math.pi)
+        def dimension(rotations: float) -> float:
+            wave = self.original_context / (rotations * 2 * math.pi)
             return head_dim * math.log(wave) / (2 * math.log(self.theta))
 
         low, high = dimension(self.beta_fast), dimension(self.beta_slow)

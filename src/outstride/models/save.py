@@ -1,4 +1,4 @@
-"""Models in the published format, to be written: what a checkpoint folder holds."""
+"""Checkpoint folders in the published format, for models that are written."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from outstride.errors import CorruptModel, UnsupportedModel
-from outstride.models.config import ARCHITECTURES, DecoderConfig
-from outstride.models.dialects import places
+from outstride.models.checkpoint_names import places
+from outstride.models.config import DecoderConfig
+from outstride.models.families import FAMILIES
 from outstride.models.tokenizer import Tokenizer, read_json
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -29,8 +30,8 @@ _COPIED = (
 )
 
 
-def beside(source: Path, config: DecoderConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """All files of a checkpoint folder but the weights, by name; those of a folder as they are."""
+def companion_files(source: Path, config: DecoderConfig, tokenizer: Tokenizer) -> dict[str, str]:
+    """All files of a checkpoint folder except the weights, by name and text."""
     if not source.is_dir():
         return _from_gguf(source, config, tokenizer)
     found = {CONFIG: json.dumps(read_json(source / CONFIG) | {"torch_dtype": "float16"}, indent=1)}
@@ -41,7 +42,7 @@ def beside(source: Path, config: DecoderConfig, tokenizer: Tokenizer) -> dict[st
 
 
 def stored(config: DecoderConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors with common names as a checkpoint holds them: with their own names, in half precision."""
+    """Tensors as a checkpoint of the family stores them: with its names, in half precision."""
     found = {
         theirs: torch.cat([tensors[name].detach() for name in ours])
         .to("cpu", torch.float16)
@@ -54,39 +55,39 @@ def stored(config: DecoderConfig, tensors: Mapping[str, torch.Tensor]) -> dict[s
 
 
 def _from_gguf(source: Path, config: DecoderConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """The same from a GGUF file, if a folder can say all that it says."""
-    said = _published(config, tokenizer)
-    if tokenizer.marked or not _same(said, config):
+    """The files for a model from a GGUF file; an error if a folder cannot express it."""
+    values = _published(config, tokenizer)
+    if tokenizer.marked or not _same(values, config):
         raise UnsupportedModel(
-            f"{source} cannot be written as a checkpoint folder: its rope, its layers or its marks "
-            "around a text have no place there; name the published checkpoint folder instead"
+            f"{source} cannot be written as a checkpoint folder: its RoPE scaling, its layers or "
+            "its special tokens around a text cannot be expressed there; name the published "
+            "checkpoint folder instead"
         )
     about: dict[str, Any] = dict(tokenizer.named)
     if tokenizer.chat_template is not None:
         about["chat_template"] = tokenizer.chat_template
     return {
-        CONFIG: json.dumps(said, indent=1),
+        CONFIG: json.dumps(values, indent=1),
         TOKENIZER: tokenizer.to_json(),
         "tokenizer_config.json": json.dumps(about, indent=1),
     }
 
 
-def _same(said: Mapping[str, Any], config: DecoderConfig) -> bool:
+def _same(values: Mapping[str, Any], config: DecoderConfig) -> bool:
     """Whether a `config.json` describes the same decoder."""
     try:
-        found = DecoderConfig.from_hf(said)
+        found = DecoderConfig.from_hf(values)
     except (UnsupportedModel, CorruptModel):
         return False
-    turns = [(one.frequencies, one.rope_scale) for one in (found, config)]
-    return replace(found, rope=config.rope) == config and turns[0] == turns[1]
+    ropes = [(one.frequencies, one.rope_scale) for one in (found, config)]
+    return replace(found, rope=config.rope) == config and ropes[0] == ropes[1]
 
 
 def _published(config: DecoderConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """`config.json` of a decoder without stretched rope."""
-    [name, *_] = [name for name, kind in ARCHITECTURES.items() if kind == config.architecture]
+    """The `config.json` of a decoder without RoPE scaling."""
     windows = {window for window in config.windows if window is not None}
     return {
-        "architectures": [name],
+        "architectures": [FAMILIES[config.architecture].classes[0]],
         "model_type": config.architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

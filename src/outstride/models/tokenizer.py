@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outstride.errors import CorruptModel, InvalidPrompt, UnsupportedModel
+from outstride.models.chat_text import ChatText, Placeholders
 
 if TYPE_CHECKING:
     import tokenizers
@@ -53,7 +54,6 @@ class Tokenizer:
         self.chat_template = chat_template
         self.named = dict(named or {})
         self._prepend, self._append = list(prepend), list(append)
-        self._bytes: dict[int, bytes] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -70,16 +70,23 @@ class Tokenizer:
         return str(self._backend.to_str(pretty=True))
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Ids of a text, with what the model wants around it unless told otherwise.
+        """Ids of a text, with the ids that the model expects around it unless told otherwise.
 
-        Special tokens written out in the text become their ids, as chat templates need it.
+        Special tokens that are written out in the text become their ids. In a prompt of `chat` only
+        those of the template do; it must be encoded with `add_special=False`.
         """
-        if len(text) > LONG:
-            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
-        else:
-            ids = self._backend.encode(text, add_special_tokens=add_special).ids
-        ids = list(ids)
+        if isinstance(text, ChatText) and text.plain:
+            if add_special:
+                raise ValueError("encode a chat prompt with add_special=False")
+            return [i for part, plain in text.sections() for i in self._ids(part, plain=plain)]
+        ids = self._ids(text, add_special=add_special)
         return [*self._prepend, *ids, *self._append] if add_special else ids
+
+    def _ids(self, text: str, *, add_special: bool = False, plain: bool = False) -> list[int]:
+        backend = self._plain_backend if plain else self._backend
+        if len(text) > LONG:
+            return list(backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+        return list(backend.encode(text, add_special_tokens=add_special).ids)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ids; bytes that are no text become U+FFFD."""
@@ -87,14 +94,11 @@ class Tokenizer:
             self.token_bytes(i) for i in ids if not (skip_special and self.is_special(i))
         )
         text = data.decode("utf-8", errors="replace")
-        return text[1:] if self._style == "spaces" and text.startswith(" ") else text
+        return text[1:] if self._bytes.marked_spaces and text.startswith(" ") else text
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that an id adds to a text; they may be a part of a character."""
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = self._spell(token)
-        return found
+        return self._bytes.of(token)
 
     def is_special(self, token: int) -> bool:
         """Whether an id marks structure and is no text."""
@@ -122,21 +126,25 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         **extra: Any,
-    ) -> str:
-        """Messages in the model's own chat format. Encode the result with `add_special=False`."""
+    ) -> ChatText:
+        """Messages in the model's own chat format. Encode the result with `add_special=False`.
+
+        Special tokens that are written out in messages or tools stay text.
+        """
         if self.chat_template is None:
             raise InvalidPrompt("this model has no chat template; give it a plain prompt")
         from jinja2 import TemplateError
 
-        values = {**self.named, "tools": None, "documents": None, **extra}
+        marks = Placeholders(frozenset(str(self._added[i].content) for i in self._special))
+        values = {**self.named, "tools": None, "documents": None, **marks.take(extra)}
+        listed = marks.take(list(messages))
         try:
-            return str(
-                self._template.render(
-                    messages=list(messages), add_generation_prompt=add_generation_prompt, **values
-                )
+            text = self._template.render(
+                messages=listed, add_generation_prompt=add_generation_prompt, **values
             )
         except (TemplateError, TypeError, KeyError) as error:
             raise InvalidPrompt(f"the chat template refused the messages: {error}") from error
+        return marks.put_back(str(text))
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -149,28 +157,17 @@ class Tokenizer:
         return frozenset(i for i, token in self._added.items() if token.special)
 
     @cached_property
-    def _style(self) -> str:
-        """How tokens spell bytes: one character per byte, or text with marked spaces."""
-        decoder = json.loads(self._backend.to_str())["decoder"] if self._backend.decoder else None
-        kinds = json.dumps(decoder)
-        if '"ByteLevel"' in kinds:
-            return "bytes"
-        return "spaces" if '"ByteFallback"' in kinds or '"Metaspace"' in kinds else "plain"
+    def _bytes(self) -> _TokenBytes:
+        return _TokenBytes(self._backend)
 
-    def _spell(self, token: int) -> bytes:
-        if token in self._added:
-            return str(self._added[token].content).encode()
-        text = self._backend.id_to_token(token)
-        if text is None:
-            return b""
-        if self._style == "bytes":
-            table = _byte_of()
-            return bytes(table[c] for c in text) if all(c in table for c in text) else text.encode()
-        if self._style == "spaces":
-            if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-                return bytes([int(text[3:5], 16)])
-            return text.replace("▁", " ").encode()
-        return str(self._backend.decode([token])).encode()
+    @cached_property
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        """A copy of the backend for which special tokens in a text are text."""
+        import tokenizers
+
+        copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        copy.encode_special_tokens = True
+        return copy
 
     @cached_property
     def _template(self) -> Any:
@@ -249,6 +246,40 @@ class Tokenizer:
             prepend=[bos] if add_bos and bos is not None else [],
             append=[eos] if get("add_eos_token", False) and eos is not None else [],
         )
+
+
+class _TokenBytes:
+    """The bytes of single tokens, in the way that a vocabulary writes them; known ones are kept."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self._added = dict(backend.get_added_tokens_decoder())
+        decoder = json.loads(backend.to_str())["decoder"] if backend.decoder else None
+        kinds = json.dumps(decoder)
+        self._byte_level = '"ByteLevel"' in kinds
+        self.marked_spaces = '"ByteFallback"' in kinds or '"Metaspace"' in kinds
+        self._known: dict[int, bytes] = {}
+
+    def of(self, token: int) -> bytes:
+        """The bytes that a token adds to a text; none if the vocabulary does not have it."""
+        if token not in self._known:
+            self._known[token] = self._find(token)
+        return self._known[token]
+
+    def _find(self, token: int) -> bytes:
+        if token in self._added:
+            return str(self._added[token].content).encode()
+        text = self._backend.id_to_token(token)
+        if text is None:
+            return b""
+        if self._byte_level:
+            table = _byte_of()
+            return bytes(table[c] for c in text) if all(c in table for c in text) else text.encode()
+        if self.marked_spaces:
+            if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+                return bytes([int(text[3:5], 16)])
+            return text.replace("▁", " ").encode()
+        return str(self._backend.decode([token])).encode()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,16 +1,15 @@
 """A model without weights, whose logits are a hash of what a node sees.
 
-It runs a pass in microseconds and never forgets: every cache entry remembers the inputs that its
-node saw, so one entry kept by mistake, moved to the wrong slot or computed beside a rejected
-neighbour changes all that follows, and `check` names it in the step in which it happens. Methods are
-tested on it (and it is handy for writing one); it also speaks every corner of the model contract:
-blocks, extra rows, mixtures, ranges of layers, features, hidden states.
+A pass takes microseconds, and every bit of the KV cache counts: the KV of a node is a hash of all
+inputs that the node saw. KV that is kept by mistake, moved to the wrong slot or computed next to a
+rejected sibling changes all text after it, and `check` names it in the step in which it happens.
+Methods are tested on this model. It supports the whole model contract: blocks, extra rows,
+mixtures, ranges of layers, features, hidden states, draft heads.
 
-It has two layers. An entry holds what each puts into the cache: `inputs` (what stands here) and
-`saw` (what that node could see); a trained part (`grafts`) has its own beside them, made from what the
-model saw. Half of a logit depends on the last token alone, so that text
-repeats itself and drafts are sometimes right; `accent` changes the other half only, which makes a
-draft model that often agrees.
+It has two layers, and the KV of a slot is one hash for each: `inputs` (the input at this position) and
+`saw` (all that the node could see). Draft heads have KV of their own, made from what the model saw.
+Half of a logit depends on the last token alone, so text repeats itself and drafts are sometimes
+right; `accent` changes the other half only, which gives a draft model that often agrees.
 """
 
 from __future__ import annotations
@@ -21,11 +20,27 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from outstride.core.contracts import CAUSAL, Done, Filter, Graft, Masking, Pending, Vision, Work
+from outstride.core.contracts import (
+    CAUSAL,
+    AttentionPattern,
+    CompletedPass,
+    MaskedSpec,
+    PassInput,
+    PendingPass,
+    TrainedFilter,
+)
+from outstride.core.draft_heads import (
+    BigramTable,
+    BlockDraftHead,
+    DraftHead,
+    EagleDraftHead,
+    MedusaDraftHead,
+    PromptTokensHead,
+)
 from outstride.core.graph import FloatArray, IntArray, Mixture, TokenGraph
 from outstride.core.proposal import Proposal, Scores
-from outstride.core.select import select
-from outstride.core.sequence import Table
+from outstride.core.scoring import select
+from outstride.core.sequence import BlockTable
 from outstride.errors import IntegrityError
 
 Hashes = npt.NDArray[np.uint64]
@@ -33,7 +48,7 @@ LAYERS = 2
 
 
 def _mix(x: Hashes, salt: int) -> Hashes:
-    """A hash of 64 bits (the finaliser of splitmix64)."""
+    """A 64-bit hash (the finaliser of splitmix64)."""
     z = (x + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -41,7 +56,7 @@ def _mix(x: Hashes, salt: int) -> Hashes:
 
 
 def _together(visible: npt.NDArray[np.bool_], values: Hashes) -> Hashes:
-    """For each row, a sum over what is visible: order plays no part."""
+    """For each row of visible [rows, slots], a sum of hashes: it does not depend on their order."""
     total: Hashes = (visible * _mix(values, 3)[None, :]).sum(axis=1, dtype=np.uint64)
     return total
 
@@ -54,31 +69,32 @@ def _unpack(values: FloatArray) -> Hashes:
     return np.ascontiguousarray(values, dtype=np.float32).view(np.uint64).reshape(-1)
 
 
-def _grafts(vocab_size: int, rank: int = 2) -> dict[str, Graft]:
-    """What is known of trained parts outside the model, one of each kind."""
-    graft = Graft(
-        kind="block-drafter",
-        block=6,
-        mask=vocab_size,
+def _draft_heads(vocab_size: int, rank: int = 2) -> dict[str, DraftHead]:
+    """One draft head of each kind."""
+    bigram = BigramTable(
         rows=np.arange(vocab_size),
-        before=np.zeros((vocab_size + 1, rank), dtype=np.float32),
-        after=np.zeros((vocab_size, rank), dtype=np.float32),
-        plane=(0, 2),
+        left=np.zeros((vocab_size + 1, rank), dtype=np.float32),
+        right=np.zeros((vocab_size, rank), dtype=np.float32),
     )
-    ranks = np.asarray([[0.4, 0.2], [0.3, 0.1], [0.2, 0.1]], dtype=np.float32)
+    medusa = MedusaDraftHead(kind="heads", block=5, bigram=bigram, feature_range=(0, 2))
     return {
-        "graft": graft,
-        "heads": replace(graft, kind="heads", block=5),
-        "chained": replace(graft, kind="heads", block=5, chained=True),
-        "follow": replace(graft, kind="eagle", block=5, chained=True),
-        "prompts": replace(graft, kind="prompt-tokens", block=4, ranks=ranks),
+        "block": BlockDraftHead(kind="block-drafter", block=6, mask=vocab_size, bigram=bigram),
+        "heads": medusa,
+        "sequential": replace(medusa, sequential=True),
+        "eagle": EagleDraftHead(kind="eagle", block=5),
+        "prompts": PromptTokensHead(
+            kind="prompt-tokens",
+            block=4,
+            first_token=vocab_size,
+            rank_accuracy=np.asarray([[0.4, 0.2], [0.3, 0.1], [0.2, 0.1]], dtype=np.float32),
+        ),
     }
 
 
-def _filter() -> Filter:
-    """A judge that was never trained, but looks at everything."""
+def _filter() -> TrainedFilter:
+    """A filter with fixed weights that depends on all features."""
     places = np.arange(3 * 14, dtype=np.float32).reshape(3, 14)
-    return Filter(
+    return TrainedFilter(
         kind="unmask-filter",
         inner=np.cos(1.7 * places),
         inner_bias=np.asarray([0.1, -0.2, 0.3], dtype=np.float32),
@@ -88,8 +104,8 @@ def _filter() -> Filter:
     )
 
 
-def _judges() -> dict[str, Filter]:
-    """Judges of states, whose two numbers are as good as random."""
+def _state_filters() -> dict[str, TrainedFilter]:
+    """Filters on hidden states, whose two numbers are as good as random."""
     inner = np.asarray([[1.0, -1.0], [-1.0, 0.5]], dtype=np.float32)
     judge = replace(_filter(), inner=inner, inner_bias=np.zeros(2, dtype=np.float32), layer=LAYERS)
     outer = np.asarray([2.0, 2.0], dtype=np.float32)
@@ -106,7 +122,7 @@ def _judges() -> dict[str, Filter]:
 
 
 class Toy:
-    """Implements the model contract; see the module's text."""
+    """Implements `core.contracts.Model`; see the docstring of the module."""
 
     def __init__(
         self,
@@ -115,8 +131,8 @@ class Toy:
         context: int = 512,
         pages: int = 64,
         page_size: int = 4,
-        vision: Vision = CAUSAL,
-        masking: Masking | None = None,
+        attention_pattern: AttentionPattern = CAUSAL,
+        masking: MaskedSpec | None = None,
         accent: int = 0,
         habit: float = 5.5,
     ) -> None:
@@ -125,23 +141,23 @@ class Toy:
         self.context = context
         self.pages = pages
         self.page_size = page_size
-        self.vision = vision
-        self.masking = masking
+        self.attention_pattern = attention_pattern
+        self.masked_spec = masking
         self.fingerprint = f"toy-{accent}"
         self._accent = accent
         self._habit = habit
         self._inputs = np.zeros(pages * page_size, dtype=np.uint64)
         self._saw = np.zeros(pages * page_size, dtype=np.uint64)
-        self._grafted = np.zeros(pages * page_size, dtype=np.uint64)
-        self.grafts = _grafts(vocab_size)
-        self.filters = {"filter": _filter(), **_judges()}
+        self._draft_kv = np.zeros(pages * page_size, dtype=np.uint64)
+        self.draft_heads = _draft_heads(vocab_size)
+        self.filters = {"filter": _filter(), **_state_filters()}
         self.passes = 0
 
     # --- one pass ---------------------------------------------------------------------------------
 
-    def forward(self, work: Sequence[Work]) -> Pending:
+    def forward(self, work: Sequence[PassInput]) -> PendingPass:
         self.passes += 1
-        return Done([self._score(item) for item in work])
+        return CompletedPass([self._score(item) for item in work])
 
     def _embed(self, graph: TokenGraph) -> Hashes:
         inputs = _mix(graph.tokens.astype(np.uint64), 1)
@@ -154,8 +170,8 @@ class Toy:
         weights = (np.asarray(mixture.weights) * 1024).astype(np.uint64)
         return np.uint64((rows * weights).sum(dtype=np.uint64))
 
-    def _visible(self, item: Work) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-        """Slots of the entries in play, and which of them each new node sees."""
+    def _visible(self, item: PassInput) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        """[slots] of context and graph, and which of them each new node sees, [nodes, slots]."""
         table, graph = item.table, item.proposal.graph
         stale_from = len(table) - table.stale
         covered = set(graph.positions.tolist())
@@ -169,17 +185,18 @@ class Toy:
         sees[:, len(context) :] = graph.sees
         return slots, sees[item.first :]
 
-    def _score(self, item: Work) -> Scores:
+    def _score(self, item: PassInput) -> Scores:
         proposal, graph, first = item.proposal, item.proposal.graph, item.first
         low, high = proposal.layers or (0, LAYERS)
         slots, sees = self._visible(item)
         own = item.slots[first:]
-        if proposal.graft:
-            if self.grafts[proposal.graft].kind == "heads":
-                return self._headed(item)
-            if self.grafts[proposal.graft].kind == "eagle":
-                return self._followed(item)
-            return self._guess(proposal, own)
+        if proposal.draft_head:
+            head = self.draft_heads[proposal.draft_head]
+            if isinstance(head, MedusaDraftHead):
+                return self._score_medusa(item, head)
+            if isinstance(head, EagleDraftHead):
+                return self._score_eagle(item)
+            return self._score_block(proposal, own)
         inputs = self._embed(graph)[first:]
         if low == 0:
             self._inputs[own] = inputs
@@ -192,7 +209,7 @@ class Toy:
         state = saw
         if high == LAYERS:
             self._saw[own] = saw
-            self._grafted[own] = _mix(saw, 23)
+            self._draft_kv[own] = _mix(saw, 23)
             state = _mix(saw + _together(sees, self._saw[slots]), 11)
         hidden = {0: _pack(inputs), 1: _pack(saw), LAYERS: _pack(state)}
         nodes = proposal.wanted
@@ -201,8 +218,8 @@ class Toy:
         raw = self.logits(graph.tokens[nodes], state[nodes - first])
         return select(proposal, nodes, raw, {n: hidden[n] for n in proposal.wants.hidden})
 
-    def logits(self, tokens: IntArray, states: Hashes) -> FloatArray:
-        """Rows of logits for nodes with these inputs and final states."""
+    def logits(self, tokens: IntArray, hidden: Hashes) -> FloatArray:
+        """Logits [nodes, vocab_size] of nodes with these input tokens and final hidden states."""
         vocabulary = np.arange(self.vocab_size, dtype=np.uint64)
 
         def spread(values: Hashes, salt: int) -> FloatArray:
@@ -210,12 +227,15 @@ class Toy:
             return (grid >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
         habit = spread(_mix(tokens.astype(np.uint64), 13), 17) * np.float32(self._habit)
-        mood = spread(states, 19 + 2 * self._accent) * np.float32(4.0 - self._habit / 2)
+        mood = spread(hidden, 19 + 2 * self._accent) * np.float32(4.0 - self._habit / 2)
         return habit + mood
 
-    def _guess(self, proposal: Proposal, own: IntArray) -> Scores:
-        """What a trained part says: habits alone. Its entries in the graph's slots are of no use."""
-        self._grafted[own] = 0
+    def _score_block(self, proposal: Proposal, own: IntArray) -> Scores:
+        """A block drafter: the half of the logits that depends on the last token alone.
+
+        The KV that it leaves in the slots of the graph is invalid: the target's pass writes over it.
+        """
+        self._draft_kv[own] = 0
         nodes, rows = proposal.wanted, []
         token = int(proposal.graph.tokens[proposal.root])
         for _ in nodes:
@@ -226,19 +246,21 @@ class Toy:
         order = np.argsort(-raw, axis=1, kind="stable")[:, : proposal.wants.best]
         return Scores(nodes, order, values=np.take_along_axis(raw, order, axis=1))
 
-    def _headed(self, item: Work) -> Scores:
-        """What trained heads say: habits again, if they start from the state that they should."""
+    def _score_medusa(self, item: PassInput, head: MedusaDraftHead) -> Scores:
+        """Medusa heads: the same half of the logits, if they start from the right hidden state."""
         proposal, graph = item.proposal, item.proposal.graph
-        chained, nodes = self.grafts[proposal.graft].chained, proposal.wanted
+        nodes = proposal.wanted
         due = self.feature(item.table, int(graph.positions[0]) - 1)
         assert proposal.hidden is not None
-        for node, given in enumerate(proposal.hidden):
-            deep = int(graph.positions[node] - graph.positions[0]) if chained else 0
-            if _unpack(given[None])[0] != _unpack(due[None])[0] + np.uint64(deep):
-                raise IntegrityError(f"node {node} of a pass of heads starts from another state")
+        for node, row in enumerate(proposal.hidden):
+            depth = int(graph.positions[node] - graph.positions[0]) if head.sequential else 0
+            if _unpack(row[None])[0] != _unpack(due[None])[0] + np.uint64(depth):
+                raise IntegrityError(
+                    f"node {node} of Medusa heads starts from another hidden state"
+                )
         token, rows = int(graph.tokens[0]), []
         for node in nodes.tolist():
-            if chained:
+            if head.sequential:
                 token = int(graph.tokens[node])
             habit = self.logits(np.asarray([token]), np.zeros(1, dtype=np.uint64))[0]
             rows.append(habit)
@@ -249,19 +271,19 @@ class Toy:
         values = np.take_along_axis(raw, order, axis=1)
         return Scores(nodes, order, values=values, hidden={0: left})
 
-    def _followed(self, item: Work) -> Scores:
-        """What a part says that goes on from states: habits, if it finds those that it should."""
+    def _score_eagle(self, item: PassInput) -> Scores:
+        """An EAGLE head: the same half of the logits, if it finds the right hidden states."""
         proposal, graph, first = item.proposal, item.proposal.graph, item.first
         marks = _mix(self._embed(graph), 31)
         for node in range(first, len(graph)):
             if (parent := int(graph.parents[node])) >= 0:
-                found, due = self._grafted[item.slots[parent]], marks[parent]
+                found, due = self._draft_kv[item.slots[parent]], marks[parent]
             else:
                 slot = self._slot(item.table, item.table.positions.index(graph.positions[node] - 1))
-                found, due = self._grafted[slot], _mix(self._saw[slot : slot + 1], 23)[0]
+                found, due = self._draft_kv[slot], _mix(self._saw[slot : slot + 1], 23)[0]
             if found != due:
-                raise IntegrityError(f"node {node} of a part goes on from another state")
-            self._grafted[item.slots[node]] = marks[node]
+                raise IntegrityError(f"node {node} of an EAGLE head reads another hidden state")
+            self._draft_kv[item.slots[node]] = marks[node]
         nodes = proposal.wanted[proposal.wanted >= first]
         raw = self.logits(graph.tokens[nodes], np.zeros(len(nodes), dtype=np.uint64))
         order = np.argsort(-raw, axis=1, kind="stable")[:, : proposal.wants.best]
@@ -272,21 +294,22 @@ class Toy:
     def move(self, sources: IntArray, targets: IntArray) -> None:
         self._inputs[targets] = self._inputs[sources]
         self._saw[targets] = self._saw[sources]
-        self._grafted[targets] = self._grafted[sources]
+        self._draft_kv[targets] = self._draft_kv[sources]
 
-    def feature(self, table: Table, position: int) -> FloatArray:
+    def feature(self, table: BlockTable, position: int) -> FloatArray:
         slot = self._slot(table, table.positions.index(position))
         return _pack(self._saw[slot : slot + 1]).reshape(-1)
 
-    def _slot(self, table: Table, entry: int) -> int:
-        return table.pages[entry // self.page_size] * self.page_size + entry % self.page_size
+    def _slot(self, table: BlockTable, index: int) -> int:
+        return table.pages[index // self.page_size] * self.page_size + index % self.page_size
 
     def check(
-        self, table: Table, tokens: Sequence[int] | Mapping[int, int], block: int | None = None
+        self, table: BlockTable, tokens: Sequence[int] | Mapping[int, int], block: int | None = None
     ) -> None:
-        """Raises IntegrityError at the first kept entry that is not what honest reading would give.
+        """Raises IntegrityError at the first kept KV that is not what prefilling the tokens would give.
 
-        `tokens` are by position and must reach every kept one; `block` says how they were read.
+        tokens: by position; they must cover every kept one. block: the attention pattern of settled
+        tokens (`AttentionPattern.block`).
         """
         kept = table.positions[: len(table) - table.stale]
         if not kept:
@@ -303,8 +326,10 @@ class Toy:
         saw = _mix(inputs + _together(sees, inputs), 7)
         for i, position in enumerate(kept):
             if self._inputs[slots[i]] != inputs[i]:
-                raise IntegrityError(f"the entry of position {position} holds another input")
+                raise IntegrityError(f"the KV of position {position} holds another input")
             if self._saw[slots[i]] != saw[i]:
-                raise IntegrityError(f"the entry of position {position} saw something else")
-            if self._grafted[slots[i]] != _mix(saw[i : i + 1], 23)[0]:
-                raise IntegrityError(f"the entry of position {position} is a guess of a part's")
+                raise IntegrityError(f"the KV of position {position} saw something else")
+            if self._draft_kv[slots[i]] != _mix(saw[i : i + 1], 23)[0]:
+                raise IntegrityError(
+                    f"the draft KV of position {position} was left by a draft head"
+                )

@@ -1,4 +1,4 @@
-"""Vocabularies without a `tokenizer.json`: from the lists that files of other kinds hold."""
+"""Tokenizers without a `tokenizer.json`: from the vocabulary lists of GGUF and other files."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _SPLITS = {
     "llama-bpe": (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",),
     "qwen2": (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",),
 }
-"""How text is cut before merging, by the name that GGUF files use."""
+"""Pre-tokenizer patterns, by the name that GGUF files use."""
 
 _CLASSES = {"DreamTokenizer": "qwen2", "GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
-"""The same by the class that a checkpoint names."""
+"""Pre-tokenizers by the tokenizer class that a checkpoint names."""
 
 _UNKNOWN, _CONTROL, _USER, _BYTE = 2, 3, 4, 6
-"""Kinds of tokens in GGUF files that matter here."""
+"""Token types in GGUF files."""
 SPACE = "▁"
 
 
 def byte_level(vocab: Mapping[str, int], merges: Sequence[str], pre: str) -> tokenizers.Tokenizer:
-    """Byte-level BPE: the earlier a pair is listed, the earlier it merges."""
+    """Byte-level BPE: pairs merge in the order in which they are listed."""
     if pre not in _SPLITS:
         raise UnsupportedModel(
             f"the pre-tokenizer {pre!r} is not supported; "
@@ -64,7 +64,7 @@ def byte_level(vocab: Mapping[str, int], merges: Sequence[str], pre: str) -> tok
 def with_scores(
     tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int], space: bool
 ) -> tokenizers.Tokenizer:
-    """SentencePiece BPE: a pair merges the earlier, the higher the score of what it makes."""
+    """SentencePiece BPE: pairs merge in the order of the scores of the merged tokens."""
     if len(scores) != len(tokens):
         raise CorruptModel(f"{len(tokens)} tokens but {len(scores)} scores")
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -103,7 +103,7 @@ def with_scores(
 def mark_special(
     backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]
 ) -> None:
-    """Tells which tokens of a GGUF file are structure and which are whole words of their own."""
+    """Marks the control tokens and the user-defined tokens of a GGUF file."""
     control = [tokens[i] for i, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)]
     user = [tokens[i] for i, kind in enumerate(kinds) if kind == _USER]
     backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in control])
@@ -118,7 +118,7 @@ def from_merges(
 ) -> tokenizers.Tokenizer:
     """From `vocab.json` and `merges.txt`, as checkpoints with a tokenizer class of their own have.
 
-    Added tokens stand in `tokenizer_config.json`, or as bare texts and ids in `added_tokens.json`.
+    Added tokens are in `tokenizer_config.json`, or as texts with ids in `added_tokens.json`.
     """
     kind = str(config.get("tokenizer_class"))
     if (pre := _CLASSES.get(kind.removesuffix("Fast"))) is None:

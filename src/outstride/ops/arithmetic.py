@@ -1,10 +1,11 @@
 """The arithmetic of a pass in plain torch, in shapes that never change.
 
-Each function promises that a row's bits depend on that row alone. Libraries do not: a matrix product
-picks its kernels by the number of rows, reductions by the length and place of a row, and fused
-activations treat the tail of a buffer apart. So every product here has a *fixed* shape (a tile of
-rows, padded with zeros), every sum is a product with ones or a fixed tree of additions, and
-everything else is an elementwise function whose result does not depend on where an element lies.
+Each function guarantees that a row's bits depend on that row alone. Libraries do not: a matrix product
+chooses its kernel by the number of rows, a reduction by the length and place of a row, and fused
+activations handle the tail of a buffer differently. So every product here has a *fixed* shape (a
+tile of rows, padded with zeros), every sum is a product with ones or a fixed tree of additions, and
+everything else is an elementwise function whose result does not depend on where an element is in
+memory.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ import math
 
 import torch
 
-from outstride.ops.contract import ExpertWeights
-from outstride.ops.plan import KEYS, ROWS, Plan
+from outstride.ops.attention_plan import KEYS, ROWS, AttentionPlan
 from outstride.ops.routing import Routing
+from outstride.ops.weights import ExpertWeights
 
 TILE = 16
 """Rows of every matrix product. One row costs what sixteen cost, and gets the same bits."""
 WIDTH = 8192
-"""Columns of a product at most: libraries copy the whole matrix aside, and keep that memory."""
+"""Maximum columns of a product: libraries copy the whole matrix, and keep that memory."""
 SPARE = 4
-"""Columns of ones behind each cached value: the product with them is the sum of the weights."""
+"""Columns of ones after each cached value: the product with them is the sum of the weights."""
 
 _TINY = 1e-20
 """Keeps a sum of weights that are all zero from dividing by zero."""
 _FLOOR = -1e30
-"""Stands in for the maximum of a block in which a row sees nothing."""
+"""The maximum of a block in which a row sees no key."""
 
 
 def padded(rows: int) -> int:
@@ -46,7 +47,7 @@ def pad(x: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight.T + bias, tile by tile. `x` has whole tiles of rows."""
+    """x @ weight.T + bias, tile by tile: x [rows, in], whole tiles of rows; weight [out, in]."""
     result = x.new_empty(len(x), len(weight))
     for left in range(0, len(weight), WIDTH):
         columns, into = weight[left : left + WIDTH].t(), result[:, left : left + WIDTH]
@@ -58,7 +59,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x²) + eps) * weight; the mean is a product with ones."""
+    """x / sqrt(mean(x²) + eps) * weight [.., width]; the mean is a product with ones."""
     width = x.shape[-1]
     ones = x.new_ones(TILE, width)
     squares = (x * x).view(-1, width)
@@ -82,13 +83,13 @@ def rope_tables(
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns the halves of each head against each other. x is [rows, heads, head_dim]."""
+    """RoPE of x [rows, heads, head_dim], whose two halves are rotated against each other."""
     low, high = x.chunk(2, dim=-1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gate * sigmoid(gate) * up; written out, because the library's own treats tails apart."""
+    """gate * sigmoid(gate) * up; written out, because the library's depends on the buffer's tail."""
     return (gate / (gate.neg().exp_().add_(1.0))).mul_(up)
 
 
@@ -98,7 +99,7 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def ranked(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The places of the `count` highest scores of each row; ties: the lowest place first."""
+    """[rows, count]: the columns of the highest scores of each row; ties: the lowest column first."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
@@ -131,24 +132,24 @@ def route(
 
 
 def through_experts(x: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
-    """Each row through its own experts; their results are added in the order of the experts."""
+    """x [rows, hidden], each row through its own experts; results are added in expert order."""
     result = torch.zeros_like(x)
     chosen, shares = route(linear(x, weights.router), weights.bias, weights.routing)
     for expert in torch.unique(chosen).tolist():
         rows, place = torch.where(chosen == expert)
         gate, up = linear(pad(x[rows]), weights.gate_up[expert]).chunk(2, dim=-1)
-        states = linear(silu_mul(gate, up), weights.down[expert])[: len(rows)]
-        result.index_add_(0, rows, states * shares[rows, place, None])
+        found = linear(silu_mul(gate, up), weights.down[expert])[: len(rows)]
+        result.index_add_(0, rows, found * shares[rows, place, None])
     return result
 
 
 def attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Plan
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan
 ) -> torch.Tensor:
     """Softmax attention of [kv_heads, rows, head_dim] over the cache, as planned.
 
     `queries` are scaled already; `keys` are [kv_heads, slots, head_dim] and `values` the same with
-    SPARE columns of ones. Rows that the plan does not name come back as zeros.
+    SPARE columns of ones. Rows that are not in the plan are zeros.
     """
     heads, rows, size = queries.shape
     result = queries.new_zeros(heads, rows, size)
@@ -165,8 +166,8 @@ def attention(
         sums = sums.index_select(1, chunk.partials)
         if chunk.levels:
             peaks = peaks.view(heads, -1).index_select(1, chunk.partials)
-            rivals = peaks.index_select(1, chunk.rivals).view(heads, len(chunk.rows), -1)
-            shift = peaks.sub_(rivals.amax(dim=-1).index_select(1, chunk.owners))
+            of_row = peaks.index_select(1, chunk.row_partials).view(heads, len(chunk.rows), -1)
+            shift = peaks.sub_(of_row.amax(dim=-1).index_select(1, chunk.owners))
             sums *= shift.exp_().unsqueeze(-1)
             for level in chunk.levels:
                 right = sums.index_select(1, level.right)

@@ -1,9 +1,15 @@
-"""`Ops`: the handful of operations that a pass needs, with the weights and the cache they work on.
+"""`Ops`: the operations that a pass needs, with the weights and the KV cache that they work on.
 
-A decoder is written once, in these words; what differs between processors is here. An
-implementation is chosen when a model is loaded and holds the weights in its own format. Each
-promises that the bits of a row depend on that row alone: not on how many others stand beside it,
-nor on where, nor on which slots hold its keys.
+A decoder is written once, in terms of these operations; what differs between processors is a
+backend, an implementation of `Ops`. It is chosen when a model is loaded, and holds the weights in
+its own format.
+
+Every backend guarantees that the bits of a row depend on that row alone: not on how many other rows are
+in the batch, nor on its place among them, nor on which slots hold its KV.
+
+A backend samples as well (`Ops.score`), bit for bit as `core.sampling` does. It may leave requests
+that it
+has no kernel for to the host: it returns logits, and `core.scoring.select` does the rest.
 """
 
 from __future__ import annotations
@@ -11,239 +17,38 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from outstride.core.contracts import Work
+from outstride.core.contracts import PassInput
 from outstride.core.graph import BoolArray, FloatArray, IntArray, TokenGraph
 from outstride.core.proposal import Proposal, Scores
-from outstride.core.sequence import Table
+from outstride.core.sequence import BlockTable
 from outstride.errors import UnsupportedModel
-from outstride.ops.routing import Routing
+from outstride.ops import host_memory
+from outstride.ops.weights import AdapterWeights, DraftHeadWeights, ModelShape
 
-State: TypeAlias = Any
-"""Rows of hidden states, in whatever form an implementation keeps them."""
-
-
-class Shape(Protocol):
-    """What operations must know of a model."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
-    def windows(self) -> Sequence[int | None]: ...
-    @property
-    def rope_layers(self) -> Sequence[bool]: ...
-    @property
-    def frequencies(self) -> Sequence[float]: ...
-    @property
-    def rope_scale(self) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """The experts of one layer: [experts, out, in] matrices, and the router that chooses them."""
-
-    routing: Routing
-    router: torch.Tensor
-    bias: torch.Tensor | None
-    """Added to the scores by which experts are chosen."""
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """The weights of one layer in float32; matrices that share their input are one matrix.
-
-    Where there are experts, the MLP beside them is the part that all rows go through; it may have
-    no rows. The last two fields are for models whose config is not `plain`: implementations that
-    do not know them are never given one.
-    """
-
-    attention_norm: torch.Tensor
-    """Empty in trained parts that have none."""
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    output: torch.Tensor
-    output_bias: torch.Tensor | None
-    mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
-    experts: ExpertWeights | None = None
-    clip: float | None = None
-    """What queries, keys and values are cut to, on both sides."""
-
-
-@dataclass(frozen=True, slots=True)
-class FollowWeights:
-    """How a part that goes on from its own states makes the input of a node.
-
-    It reads a token and the state of the node before it: `mix`ed from the model's states where the
-    model has read that node, its own where it guessed it. What is None is left out.
-    """
-
-    embedding: torch.Tensor | None = None
-    """Of tokens; None: the model's own."""
-    fuse: torch.Tensor | None = None
-    """Makes one state of embedding and state side by side; None: the state alone enters."""
-    bias: torch.Tensor | None = None
-    entry: torch.Tensor | None = None
-    """Norm of the state that enters."""
-    beside: torch.Tensor | None = None
-    """Norm of the embedding, where the first layer's queries, keys and values read it in front of the
-    state, with matrices of twice the width."""
-    again: bool = False
-    """Whether it goes on from states under its final norm."""
-
-
-REST = -1
-"""A window: everything but position 0, in front of which there is no state to read."""
-
-
-@dataclass(frozen=True, slots=True)
-class GraftWeights:
-    """A trained part in float32: what turns a model's states into its entries, and its own layers.
-
-    The states that enter the layers `taps` stand beside each other, normalised and times `scale`
-    (None: as they are); `mix` makes one state of them (None: there is one tap), which under the norm
-    `mixed` is projected to keys and values by each layer. A part with `follow` reads it together with
-    the token behind it instead, and has one layer.
-    """
-
-    taps: tuple[int, ...]
-    scale: torch.Tensor | None
-    mix: torch.Tensor | None
-    mixed: torch.Tensor
-    layers: list[LayerWeights]
-    norm: torch.Tensor | None
-    vocabulary: IntArray
-    """The tokens that it can guess, in rising order: rows of the model's own head."""
-    window: int | None = None
-    """How far back it sees: no further than the texts that it was trained on were long."""
-    head: torch.Tensor | None = None
-    """A row for each token that it can guess; None: those of the model's head."""
-    follow: FollowWeights | None = None
-    frequencies: tuple[float, ...] | None = None
-    """Of the rotation of its heads, and `rope_scale`; None: the model's own."""
-    before: FloatArray | None = None
-    """A row for each token that it can guess and one for all others, and `after` a row for each: how
-    much likelier one is behind another. Operations that have them may find chains of guesses."""
-    after: FloatArray | None = None
-    rope_scale: float = 1.0
-
-    def usual(self, shape: Shape) -> bool:
-        """Whether it is of the kind that our own recipe makes, which all implementations run."""
-        lacks = any(part is None for part in (self.scale, self.mix, self.norm))
-        more = any(part is not None for part in (self.head, self.follow, self.frequencies))
-        return (
-            not lacks
-            and not more
-            and all(
-                layer.down.shape[1] == shape.intermediate_size
-                and layer.query_norm is None
-                and layer.qkv_bias is None
-                and layer.output_bias is None
-                for layer in self.layers
-            )
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ResidualWeights:
-    """x + leave · silu(enter · [x, token] + bias) in float32; what is None is left out.
-
-    norm: of the state that enters.
-    """
-
-    norm: torch.Tensor | None
-    enter: torch.Tensor
-    bias: torch.Tensor | None
-    leave: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class HeadWeights:
-    """One trained head: residual blocks, a norm (None: none), and what scores tokens.
-
-    vocabulary: a matrix of its own, or None: rows of the model's head.
-    """
-
-    blocks: list[ResidualWeights]
-    norm: torch.Tensor | None
-    vocabulary: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HeadsWeights:
-    """Trained heads on the states that enter layer `tap`: a part without layers and entries.
-
-    entry: norm of those states; None: as they are.
-    token: norm of the embedding of the token in front, which the first block of each head then reads
-      beside the state; None: heads do not see tokens.
-    """
-
-    tap: int
-    entry: torch.Tensor | None
-    token: torch.Tensor | None
-    heads: list[HeadWeights]
-    vocabulary: IntArray
-    """The tokens that they can guess, in rising order."""
-
-
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """What an adapter adds to a product: high · (low · x), in float32."""
-
-    low: torch.Tensor
-    """[rank, in]"""
-    high: torch.Tensor
-    """[out, rank]"""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterWeights:
-    """What an adapter adds to the products of one layer."""
-
-    qkv: LowRank
-    output: LowRank
-    gate_up: LowRank
-    down: LowRank
+HiddenStates: TypeAlias = Any
+"""Rows of hidden states, [rows, hidden_size], in the form that a backend keeps them in."""
+Batch: TypeAlias = Any
+"""What a backend prepares once for a run of layers: spans, slots, attention metadata."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One sequence's part of a pass: its computed nodes stand at rows `row`, `row + 1`, …"""
+    """One sequence's part of a batch: its computed nodes are the rows `row`, `row + 1`, …"""
 
     graph: TokenGraph
     slots: IntArray
-    table: Table
+    """[nodes]: where the KV of each node of the graph goes."""
+    table: BlockTable
     first: int
+    """The first node that this pass computes."""
     row: int
-    gates: BoolArray | None = None
-    """Which of its computed nodes go through the adapter; None: none of them."""
+    adapter_rows: BoolArray | None = None
+    """[computed nodes]: which of them go through the LoRA adapter; None: none of them."""
 
     @property
     def rows(self) -> slice:
@@ -251,112 +56,209 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Nodes of one proposal that reach the head, and the states that they left the layers with."""
+class HeadInput:
+    """Nodes of one proposal that reach the LM head, with the hidden states that left the layers."""
 
     proposal: Proposal
     nodes: IntArray
-    state: State
+    hidden: HiddenStates
     """One row for each node that the pass computed, from `first` on."""
     first: int
 
 
-def gates_of(spans: Sequence[Span]) -> BoolArray | None:
-    """Of all rows of a pass; None if the adapter has nothing to do in it."""
-    if all(span.gates is None for span in spans):
+def adapter_rows_of(spans: Sequence[Span]) -> BoolArray | None:
+    """[rows] of a whole batch; None if no row goes through the adapter."""
+    if all(span.adapter_rows is None for span in spans):
         return None
     return np.concatenate(
         [
             np.zeros(span.rows.stop - span.row, dtype=np.bool_)
-            if span.gates is None
-            else span.gates
+            if span.adapter_rows is None
+            else span.adapter_rows
             for span in spans
         ]
     )
 
 
-class Ops(ABC):
-    """Weights, cache and operations of one model."""
+@dataclass(frozen=True, slots=True)
+class HeadPlacement:
+    """Where a backend has put a draft head.
 
-    name: str
-    """What the fingerprint says of the arithmetic: implementation, instruction set, format."""
-    windows: tuple[int | None, ...]
-    """How far back each layer sees, those of trained parts included."""
-    remote: bool = False
-    """Whether a pass, once launched, runs elsewhere: then it needs no thread of the model's own."""
-    chains: bool = False
-    """Whether it finds the likeliest chain of a part's guesses, and foresees what follows it."""
+    layers: the numbers of its layers, from the first to the one after the last. A draft head without
+      layers starts where the model ends: its range is empty.
+    feature_range: the columns of `Ops.feature` that hold the hidden states which it starts from.
+    """
+
+    layers: tuple[int, int]
+    feature_range: tuple[int, int] = (0, 0)
+
+
+class DraftHeadOps(ABC):
+    """What a backend does for draft heads and LoRA adapters, which are attached to a loaded model.
+
+    A pass over the model calls `write_kv` at its end. A pass over a draft head is a pass over its
+    layers, like over those of the model; `Ops.score` gives the top-k candidates of its nodes with
+    their logits.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def unsupported_draft_head(self, weights: DraftHeadWeights) -> str | None:
+        """Why this backend cannot run a draft head, and what to do instead; None if it can."""
+        return None
+
+    def unsupported_adapter(self) -> str | None:
+        """Why this backend cannot run LoRA adapters, and what to do instead; None if it can."""
+        return None
+
+    def attach(self, name: str, weights: DraftHeadWeights) -> HeadPlacement:
+        """Converts a draft head and makes room for its KV; raises UnsupportedModel if it cannot run it.
+
+        A node of a proposal to Medusa heads goes through the head of its depth: its row of `hidden` is
+        the state that the head reads, and its state after the head is `hidden[0]` of the scores.
+        """
+        if reason := self.unsupported_draft_head(weights):
+            raise UnsupportedModel(f"{self._name} cannot run this draft head: {reason}")
+        return self._attach(name, weights)
+
+    def attach_adapter(self, layers: Sequence[AdapterWeights]) -> None:
+        """Takes a LoRA adapter, which is applied to the rows `Span.adapter_rows`.
+
+        All other rows keep their bits, whatever else is in the batch. Raises UnsupportedModel if the
+        backend cannot run adapters.
+        """
+        if reason := self.unsupported_adapter():
+            raise UnsupportedModel(f"{self._name} cannot run LoRA adapters: {reason}")
+        self._attach_adapter(layers)
 
     @abstractmethod
-    def begin(self, spans: Sequence[Span], windows: Sequence[int | None]) -> Any:
-        """Prepares a run of layers over these spans: who attends to what, worked out once."""
+    def _attach(self, name: str, weights: DraftHeadWeights) -> HeadPlacement:
+        """Attaches a draft head that is supported."""
 
-    @abstractmethod
-    def enter(self, batch: Any, states: Sequence[State | FloatArray | None]) -> State:
-        """The states of all spans below each other; None stands for embedding the span's inputs."""
-
-    @abstractmethod
-    def project(self, layer: int, x: State, batch: Any) -> State:
-        """Norm, queries, keys and values, head norms, rotation; keys and values go to the cache."""
-
-    @abstractmethod
-    def attend(self, layer: int, queries: State, batch: Any) -> State:
-        """What each query gathers from the entries that its node sees."""
-
-    @abstractmethod
-    def output(self, layer: int, x: State, mixed: State, batch: Any) -> State:
-        """x plus the projection of what attention gathered."""
-
-    @abstractmethod
-    def mlp(self, layer: int, x: State, batch: Any) -> State:
-        """x plus the feed-forward part of the layer, norm included."""
-
-    @abstractmethod
-    def keep_features(self, layer: int, x: State, batch: Any) -> None:
-        """Stores the states that enter a layer beside the cache entries, if they were asked for."""
-
-    @abstractmethod
-    def digest(self, batch: Any) -> None:
-        """Makes the entries of trained parts from the states that the pass has stored."""
-
-    def follow(self, name: str, batch: Any) -> State:
-        """The states with which nodes enter a part that goes on from states (`FollowWeights`)."""
+    def _attach_adapter(self, layers: Sequence[AdapterWeights]) -> None:
+        """Attaches an adapter; backends that support adapters override it."""
         raise NotImplementedError
 
-    def carry(self, name: str, x: State, batch: Any) -> None:
-        """Stores the states that leave such a part, for the nodes behind."""
-        raise NotImplementedError
-
     @abstractmethod
-    def leave(self, x: State, rows: slice) -> State:
-        """One span's states, good until its proposal is scored."""
+    def final_norm(self) -> torch.Tensor:
+        """[hidden]: the model's final norm, for draft heads that read hidden states after it.
 
-    @abstractmethod
-    def read(self, state: State) -> FloatArray:
-        """States as an array of their own."""
-
-    @abstractmethod
-    def head(self, wanted: Sequence[Wanted]) -> list[Scores]:
-        """Final norm, vocabulary and the choice of tokens, for everybody at once.
-
-        A trained part has its own norm and vocabulary, and is asked for likely tokens and logits.
+        Raises UnsupportedModel if the backend runs no such draft head.
         """
 
-    def score(self, wanted: Sequence[Wanted]) -> Callable[[], list[Scores]]:
-        """Starts the head; what it returns waits for the scores."""
-        scores = self.head(wanted)
-        return lambda: scores
+    @abstractmethod
+    def write_kv(self, batch: Batch) -> None:
+        """Writes the KV of all draft heads from the hidden states that the pass has stored."""
 
-    def run(self, layers: Callable[[], State], batch: Any, whole: tuple[int, int] | None) -> State:
-        """Runs the layers. An implementation may record a `whole` pass once and replay it: all
-        layers of the model or of a part of it (these numbers), from the embedding on, with nothing
-        read out on the way."""
+    def eagle_input(self, name: str, batch: Batch) -> HiddenStates:
+        """The hidden states with which nodes enter the layer of an EAGLE head."""
+        raise NotImplementedError
+
+    def keep_hidden(self, name: str, x: HiddenStates, batch: Batch) -> None:
+        """Stores the hidden states that leave an EAGLE head, for the nodes after these."""
+        raise NotImplementedError
+
+
+class Ops(ABC):
+    """Weights, KV cache and operations of one model."""
+
+    name: str
+    """Names the arithmetic in the model's fingerprint: implementation, instruction set, format."""
+    device: str
+    """The kind of device it runs on, as the option `device` names it."""
+    weights: str
+    """The format of its weights, as the option `weights` names it."""
+    windows: Sequence[int | None]
+    """How many positions back each layer attends, those of draft heads included; None: all."""
+    asynchronous: bool = False
+    """Whether a launched pass runs on its own, so that the host needs no thread for it."""
+    device_chains: bool = False
+    """Whether the backend finds the likeliest chain of a draft head's tokens itself."""
+    draft_heads: DraftHeadOps
+
+    # --- before a model is loaded -----------------------------------------------------------------
+
+    @classmethod
+    def supports(cls, shape: ModelShape) -> str | None:
+        """The reason why this backend cannot run a model; None if it can."""
+        return None
+
+    @classmethod
+    def kv_bytes_per_token(cls, shape: ModelShape) -> int:
+        """Bytes that the keys and values of one token take in all layers; by default in float32."""
+        return 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim
+
+    @classmethod
+    def free_memory(cls) -> int:
+        """Bytes that are free on the device; by default in the host's memory."""
+        return host_memory.available()
+
+    # --- the pass ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin(self, spans: Sequence[Span], windows: Sequence[int | None]) -> Batch:
+        """Prepares a run of layers over these spans, once for all layers with these windows."""
+
+    @abstractmethod
+    def initial_hidden(
+        self, batch: Batch, hidden: Sequence[HiddenStates | FloatArray | None]
+    ) -> HiddenStates:
+        """The hidden states of all spans in one; None stands for embedding a span's input tokens."""
+
+    @abstractmethod
+    def project(self, layer: int, x: HiddenStates, batch: Batch) -> HiddenStates:
+        """Queries: norm, QKV projection, head norms, RoPE. Keys and values go to the KV cache."""
+
+    @abstractmethod
+    def attend(self, layer: int, queries: HiddenStates, batch: Batch) -> HiddenStates:
+        """Attention of each query over the KV that its node sees."""
+
+    @abstractmethod
+    def output(
+        self, layer: int, x: HiddenStates, attended: HiddenStates, batch: Batch
+    ) -> HiddenStates:
+        """x plus the output projection of attention."""
+
+    @abstractmethod
+    def mlp(self, layer: int, x: HiddenStates, batch: Batch) -> HiddenStates:
+        """x plus the MLP of the layer, norm included."""
+
+    @abstractmethod
+    def keep_features(self, layer: int, x: HiddenStates, batch: Batch) -> None:
+        """Stores the hidden states that enter a layer next to the KV, if the layer is asked for."""
+
+    @abstractmethod
+    def hidden_of(self, x: HiddenStates, rows: slice) -> HiddenStates:
+        """The hidden states of one span, valid until its proposal is scored."""
+
+    @abstractmethod
+    def to_array(self, hidden: HiddenStates) -> FloatArray:
+        """A copy of hidden states, [rows, hidden_size]."""
+
+    @abstractmethod
+    def score(self, wanted: Sequence[HeadInput]) -> Callable[[], list[Scores]]:
+        """Starts final norm, LM head and sampling for all proposals; the result waits for the scores.
+
+        The nodes of a draft head have its own norm and vocabulary. They get top-k candidates and
+        logits.
+        """
+
+    def run(
+        self, layers: Callable[[], HiddenStates], batch: Batch, whole: tuple[int, int] | None
+    ) -> HiddenStates:
+        """Runs the layers.
+
+        whole: set if these are all layers of the model or of one draft head (from, to), from the
+          embedding on, with no hidden states read out in between. A backend may fuse such a pass,
+          or capture it once and replay it.
+        """
         return layers()
 
-    def whole(self, work: Sequence[Work]) -> Callable[[], list[Scores]] | None:
-        """The scores of this work, where there is a shorter way to them than layer by layer.
+    def scores_ahead(self, work: Sequence[PassInput]) -> Callable[[], list[Scores]] | None:
+        """The scores of this work, if the backend has a shorter way to them than layer by layer.
 
-        A pass over it may be under way already, because it could be known. Asked before every pass.
+        Called before every pass. A pass over this work may be under way already (run-ahead).
         """
         return None
 
@@ -364,55 +266,12 @@ class Ops(ABC):
 
     @abstractmethod
     def move(self, sources: IntArray, targets: IntArray) -> None:
-        """Copies cache entries between slots, all read before any is written."""
+        """Copies KV between slots; all sources are read before any target is written."""
 
     @abstractmethod
     def feature(self, slot: int) -> FloatArray:
-        """The stored states of a slot, one layer behind the other."""
-
-    @abstractmethod
-    def attach(self, name: str, weights: GraftWeights) -> int:
-        """Takes in a trained part; returns the number of its first layer."""
-
-    def attach_heads(self, name: str, weights: HeadsWeights) -> tuple[int, int]:
-        """Takes in trained heads; returns where the states that they start from stand in `feature`.
-
-        A node of a proposal to them goes through the head of its depth: its row of `hidden` is the
-        state that enters, and what left the head is `hidden[0]` of the scores, a row for each wanted
-        node.
-        """
-        raise UnsupportedModel(
-            "trained heads do not run on a card yet; use weights int8, int4 or fp32"
-        )
-
-    def adapt(self, layers: Sequence[AdapterWeights]) -> None:
-        """Takes in an adapter, through which the nodes go whose gates are open (`Span.gates`).
-
-        All other rows keep their bits, whoever stands beside them.
-        """
-        raise UnsupportedModel("adapters do not run on a card yet; use weights int8, int4 or fp32")
-
-    def final_norm(self) -> torch.Tensor:
-        """The norm in front of the head, for parts that read states under it."""
-        raise UnsupportedModel(
-            f"{self.name} cannot run this trained part; use weights int8, int4 or fp32"
-        )
+        """The hidden states stored for a slot, [stored layers * hidden_size]."""
 
     @abstractmethod
     def add_rows(self, rows: torch.Tensor) -> int:
-        """Adds embedding rows (masks, prompt tokens); returns how many there were before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """All that an implementation is made from. It may take tensors over or convert and drop them."""
-
-    shape: Shape
-    embedding: torch.Tensor
-    layers: list[LayerWeights]
-    norm: torch.Tensor
-    head: torch.Tensor | None
-    """None: the embedding is used."""
-    slots: int
-    page_size: int
-    features: tuple[int, ...] = ()
+        """Adds embedding rows (masks, prompt tokens), [rows, hidden]; returns how many there were."""

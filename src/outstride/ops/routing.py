@@ -1,4 +1,4 @@
-"""`Routing`: how a row of a mixture of experts chooses those that it goes through."""
+"""`Routing`: how a mixture-of-experts layer chooses the experts of a row."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """A row's experts are those with the highest scores; ties go to the lowest expert.
+    """A row goes through the `per_token` experts with the highest scores; ties go to the lowest expert.
 
-    sigmoid: each expert is scored by itself; else by a softmax over all of them.
-    biased: whether the bias, which is there to spread the load, also counts in an expert's weight.
-    normalized: whether the weights of a row's experts are made to sum to one.
-    scale: what the weights are multiplied with in the end.
-    groups, groups_kept: experts lie in groups of equal size, of which only those with the highest
-      sum of their two best scores are considered.
+    sigmoid: each expert is scored by itself; else by a softmax over all experts.
+    biased: whether the load-balancing bias also counts in an expert's weight.
+    normalized: whether the weights of a row's experts are scaled to sum to one.
+    scale: a factor of all weights.
+    groups, groups_kept: experts are in groups of equal size; only the groups with the highest sum of
+      their two best scores are considered.
     """
 
     per_token: int

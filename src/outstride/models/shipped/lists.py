@@ -33,7 +33,7 @@ LONG = (8, 12)
 SHORT = (4, 5)
 """Letters in a list of which each depends on the others."""
 TEST_SEED = 1_000_003
-"""Where the numbers of tests begin; those of training lie below."""
+"""The first seed of test cases; smaller ones are for training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Task:
 
     name: str
     dependence: str
-    """What a token of the answer depends on, besides the prompt."""
+    """What a token of the answer depends on, apart from the prompt."""
     make: Callable[[Random], Case]
 
 
@@ -168,7 +168,7 @@ TASKS: dict[str, Task] = {
         Task("shuffle", "all the others", _shuffle),
     )
 }
-"""From no dependence to total."""
+"""From no dependence between the tokens of an answer to total dependence."""
 
 _WORDS = sorted({w for t in TEMPLATES for w in t.split() if "{" not in w})
 VOCABULARY = (
@@ -181,7 +181,7 @@ VOCABULARY = (
     *(w for w in _WORDS if w not in LETTERS),
     MASK,
 )
-"""Every word that a model of these tasks knows; a word's place is its id."""
+"""Every word of the vocabulary; its index is its token id."""
 
 
 def cases(name: str, count: int, seed: int = TEST_SEED) -> list[Case]:

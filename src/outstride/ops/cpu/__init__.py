@@ -1,167 +1,198 @@
-"""Passes on CPUs in native code: int8 or int4 weights, 8- or 12-bit activations, int8 pages."""
+"""The CPU backend in native code: int8 or int4 weights, 8- or 12-bit activations, int8 KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 import torch
 
+from outstride.core.contracts import PassInput
 from outstride.core.graph import FloatArray, IntArray
-from outstride.core.host import address
 from outstride.core.proposal import Scores
-from outstride.core.select import select
-from outstride.ops.contract import Ops, Span, Wanted, gates_of
+from outstride.core.scoring import select
+from outstride.ops.contract import HeadInput, Ops, Span, adapter_rows_of
 from outstride.ops.cpu import native
-from outstride.ops.cpu.choice import HEAD_ROWS, Way, portions, way_of
-from outstride.ops.cpu.packed import rounded
-from outstride.ops.cpu.parts import Parts
-from outstride.ops.cpu.workspace import Batch, together
+from outstride.ops.cpu.draft_heads import CpuDraftHeads
+from outstride.ops.cpu.embedding import PackedEmbedding
+from outstride.ops.cpu.gemm import Gemm
+from outstride.ops.cpu.runtime import Runtime
+from outstride.ops.cpu.sampler import Sampler
+from outstride.ops.cpu.weights import PackedModel
+from outstride.ops.cpu.workspace import CpuBatch, as_slice
+from outstride.ops.weights import ModelShape, ModelWeights, unusual_layers
 
 __all__ = ["Cpu", "native"]
 
 
-class Cpu(Parts, Ops):
-    """Weights in int8, those of layers perhaps in int4; cache in int8."""
+class Cpu(Ops):
+    """Joins the components: runtime (weights, KV cache, threads), embedding, products, sampler,
+    draft heads.
+
+    Hidden states are float32 rows [rows, width], where `width` is the padded hidden size.
+    """
+
+    draft_heads: CpuDraftHeads
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: PackedModel,
+        *,
+        slots: int,
+        page_size: int,
+        features: tuple[int, ...] = (),
+        isa: int | None = None,
+        count: int | None = None,
+    ) -> None:
+        """isa: an index of `native.ISAS`; None: the best. count: of threads; None: all cores."""
+        self.runtime = runtime = Runtime(
+            shape,
+            weights,
+            slots=slots,
+            page_size=page_size,
+            features=features,
+            isa=isa,
+            count=count,
+        )
+        self._size = shape.hidden_size
+        stored = "int8 x 8 bit" if weights.bits == 8 else "int4 x 12 bit (head int8 x 8 bit)"
+        self.weights = f"int{weights.bits}"
+        self.name = f"cpu {native.ISAS[runtime.isa]} {stored}, cache int8"
+        self.windows = runtime.windows
+        self.embedding = PackedEmbedding(runtime)
+        self.gemm = Gemm(runtime)
+        self.sampler = Sampler(runtime, self.gemm)
+        self.draft_heads = CpuDraftHeads(self.name, runtime, self.gemm, self.embedding)
+
+    @classmethod
+    def of(
+        cls, model: ModelWeights, isa: int | None = None, count: int | None = None, bits: int = 8
+    ) -> Self:
+        """From float32 weights, which are packed and dropped one by one."""
+        return cls(
+            model.shape,
+            PackedModel.pack(model, bits),
+            slots=model.slots,
+            page_size=model.page_size,
+            features=model.features,
+            isa=isa,
+            count=count,
+        )
+
+    device = "cpu"
+
+    @classmethod
+    def supports(cls, shape: ModelShape) -> str | None:
+        if what := unusual_layers(shape):
+            return f"the native CPU kernels cannot run {what} yet"
+        if not native.library().outstride_record(shape.head_dim):
+            return f"the native CPU kernels cannot run heads of {shape.head_dim} dimensions"
+        return None
+
+    @classmethod
+    def kv_bytes_per_token(cls, shape: ModelShape) -> int:
+        per_block: int = native.library().outstride_record(shape.head_dim)  # of 16 keys or values
+        return -(-2 * shape.layers * shape.kv_heads * per_block // 16)
 
     # --- the pass ---------------------------------------------------------------------------------
 
-    def begin(self, spans: Sequence[Span], windows: Sequence[int | None]) -> Batch:
-        rows = spans[-1].rows.stop
-        if rows > self._space.rows:
-            self._open(rounded(rows, 256))
-        self._space.fill(spans, rows, gates_of(spans) if self._adapter else None)
-        last = max(self._space.layout.positions[:rows].tolist())
-        if last >= len(self._cos):
-            self._cos, self._sin = self._turns(2 * last + 1)
-            self._space.struct.cos = address(self._cos)
-            self._space.struct.sin = address(self._sin)
-        slots = self._space.layout.slots[:rows].copy()
-        return Batch(spans, rows, slots, together(slots))
+    def begin(self, spans: Sequence[Span], windows: Sequence[int | None]) -> CpuBatch:
+        runtime, rows = self.runtime, spans[-1].rows.stop
+        runtime.reserve(rows)
+        space = runtime.space
+        space.fill(spans, rows, adapter_rows_of(spans) if runtime.adapter else None)
+        runtime.reserve_positions(max(space.layout.positions[:rows].tolist()))
+        slots = space.layout.slots[:rows].copy()
+        return CpuBatch(spans, rows, slots, as_slice(slots))
 
-    def enter(self, batch: Batch, states: Sequence[FloatArray | None]) -> FloatArray:
-        x, spans = self._space.x, batch.spans
-        if not any(state is not None for state in states) and not any(
+    def initial_hidden(self, batch: CpuBatch, hidden: Sequence[FloatArray | None]) -> FloatArray:
+        x, spans = self.runtime.space.x, batch.spans
+        if not any(part is not None for part in hidden) and not any(
             span.graph.mixtures for span in spans
         ):
             tokens = [span.graph.tokens[span.first :] for span in spans]
-            return self._rows(tokens[0] if len(tokens) == 1 else np.concatenate(tokens), x)
-        for span, state in zip(spans, states, strict=True):
-            if state is None:
-                x[span.rows] = self._embed(span)
+            return self.embedding.rows(tokens[0] if len(tokens) == 1 else np.concatenate(tokens), x)
+        for span, part in zip(spans, hidden, strict=True):
+            if part is None:
+                x[span.rows] = self.embedding.of_span(span)
             else:
-                x[span.rows, : state.shape[1]] = state
+                x[span.rows, : part.shape[1]] = part
         return x
 
     def run(
-        self, layers: Callable[[], FloatArray], batch: Batch, whole: tuple[int, int] | None
+        self, layers: Callable[[], FloatArray], batch: CpuBatch, whole: tuple[int, int] | None
     ) -> FloatArray:
-        """A whole pass is one call, between the layers whose states are stored."""
+        """A whole pass is one native call between two layers whose hidden states are stored."""
         if whole is None:
             return layers()
-        x, (start, end) = self.enter(batch, [None] * len(batch.spans)), whole
-        own = start == 0
-        for stop in sorted({*self._planes, end}) if own else (end,):
+        runtime = self.runtime
+        x, (start, end) = self.initial_hidden(batch, [None] * len(batch.spans)), whole
+        of_model = start == 0
+        for stop in sorted({*runtime.stored_layers, end}) if of_model else (end,):
             if stop > start:
-                self._lib.outstride_layers(self._engine, self._calls[start], stop - start)
-            if own:
+                runtime.lib.outstride_layers(runtime.engine, runtime.calls[start], stop - start)
+            if of_model:
                 self.keep_features(stop, x, batch)
             start = stop
-        if end == self._shape.layers:
-            self.digest(batch)
+        if end == runtime.shape.layers:
+            self.draft_heads.write_kv(batch)
         return x
 
-    def _embed(self, span: Span) -> FloatArray:
-        """The inputs of a span's nodes; a mixture is summed in the order in which it is given."""
-        graph, first = span.graph, span.first
-        state = self._rows(np.maximum(graph.tokens[first:], 0))
-        for node, mixture in graph.mixtures.items():
-            if node >= first:
-                total = np.zeros(self.width, dtype=np.float32)
-                rows = self._rows(np.asarray(mixture.tokens, dtype=np.int64))
-                for row, weight in zip(rows, mixture.weights, strict=True):
-                    total += row * np.float32(weight)
-                state[node - first] = total
-        return state
+    def project(self, layer: int, x: FloatArray, batch: CpuBatch) -> None:
+        if layer not in self.draft_heads.eagle_layers:  # `eagle_input` has done it there
+            self.runtime.lib.outstride_project(self.runtime.engine, self.runtime.calls[layer])
 
-    def project(self, layer: int, x: FloatArray, batch: Batch) -> None:
-        if all(part.first != layer for part in self._followers.values()):  # `follow` did it there
-            self._lib.outstride_project(self._engine, self._calls[layer])
+    def attend(self, layer: int, queries: None, batch: CpuBatch) -> None:
+        self.runtime.lib.outstride_attend(self.runtime.engine, self.runtime.calls[layer])
 
-    def attend(self, layer: int, queries: None, batch: Batch) -> None:
-        self._lib.outstride_attend(self._engine, self._calls[layer])
-
-    def output(self, layer: int, x: FloatArray, mixed: None, batch: Batch) -> FloatArray:
-        self._lib.outstride_output(self._engine, self._calls[layer])
+    def output(self, layer: int, x: FloatArray, attended: None, batch: CpuBatch) -> FloatArray:
+        self.runtime.lib.outstride_output(self.runtime.engine, self.runtime.calls[layer])
         return x
 
-    def mlp(self, layer: int, x: FloatArray, batch: Batch) -> FloatArray:
-        self._lib.outstride_mlp(self._engine, self._calls[layer])
+    def mlp(self, layer: int, x: FloatArray, batch: CpuBatch) -> FloatArray:
+        self.runtime.lib.outstride_mlp(self.runtime.engine, self.runtime.calls[layer])
         return x
 
-    def keep_features(self, layer: int, x: FloatArray, batch: Batch) -> None:
-        if layer in self._planes:
-            size, at = self._shape.hidden_size, self._planes.index(layer)
-            self._features[batch.where, at * size : (at + 1) * size] = x[:, :size]
+    def keep_features(self, layer: int, x: FloatArray, batch: CpuBatch) -> None:
+        runtime = self.runtime
+        if layer in runtime.stored_layers:
+            low, high = runtime.feature_range(layer)
+            runtime.features[batch.slot_index, low:high] = x[:, : self._size]
 
-    def leave(self, x: FloatArray, rows: slice) -> FloatArray:
+    def hidden_of(self, x: FloatArray, rows: slice) -> FloatArray:
         return x[rows]
 
-    def read(self, state: FloatArray) -> FloatArray:
-        return state[:, : self._shape.hidden_size].copy()
+    def to_array(self, hidden: FloatArray) -> FloatArray:
+        return hidden[:, : self._size].copy()
 
-    # --- the head ---------------------------------------------------------------------------------
-
-    def head(self, wanted: Sequence[Wanted]) -> list[Scores]:
-        """Trained parts one by one, all other nodes in portions, by the way their tokens are chosen."""
-        results: list[list[Scores]] = [[] for _ in wanted]
-        parts: dict[Way, list[tuple[int, IntArray]]] = {}
-        for i, item in enumerate(wanted):
-            if item.proposal.graft:
-                results[i].append(self._guesses(item))
-            elif len(item.nodes):
-                parts.setdefault(way_of(item), []).append((i, item.nodes))
-        for way, listed in parts.items():
-            for portion in portions(listed, HEAD_ROWS):
-                self._choose(way, wanted, portion, results)
-        return [
-            Scores.joined(found or [self._nothing(item)])
+    def score(self, wanted: Sequence[HeadInput]) -> Callable[[], list[Scores]]:
+        results: list[list[Scores]] = [
+            [self.draft_heads.candidates(item)] if item.proposal.draft_head else []
+            for item in wanted
+        ]
+        self.sampler.score(wanted, results)
+        nothing = np.zeros((0, self.runtime.shape.vocab_size), dtype=np.float32)
+        joined = [
+            found[0]  # the usual case
+            if len(found) == 1
+            else Scores.joined(found or [select(item.proposal, item.nodes, nothing)])
             for item, found in zip(wanted, results, strict=True)
         ]
+        return lambda: joined
 
-    def _nothing(self, item: Wanted) -> Scores:
-        """The scores of no nodes."""
-        none = np.zeros((0, self._shape.vocab_size), dtype=np.float32)
-        return select(item.proposal, item.nodes, none)
+    def scores_ahead(self, work: Sequence[PassInput]) -> Callable[[], list[Scores]] | None:
+        return self.draft_heads.scores_ahead(work)
 
-    # --- the cache --------------------------------------------------------------------------------
+    # --- what lasts longer than a pass ------------------------------------------------------------
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
-        count = len(sources)
-        both = np.concatenate([sources, targets]).astype(np.int64)
-        if len(targets) != count or (count and not (both.min() >= 0 and both.max() < self._slots)):
-            raise ValueError("a slot outside the cache")
-        room = np.empty(count * 2 * self._shape.kv_heads * (self._record // 16), dtype=np.uint8)
-        self._lib.outstride_move(
-            self._calls[0],
-            len(self._calls),
-            address(both),
-            address(both[count:]),
-            count,
-            address(room),
-        )
-        if self._planes:
-            self._features[targets] = self._features[sources]
-        for part in self._followers.values():
-            part.carried[targets] = part.carried[sources]
+        self.runtime.move(sources, targets)
+        self.draft_heads.move(sources, targets)
 
     def feature(self, slot: int) -> FloatArray:
-        return np.array(self._features[slot], dtype=np.float32)
-
-    def final_norm(self) -> torch.Tensor:
-        return torch.from_numpy(self._weights.norm[: self._shape.hidden_size].copy())
+        return np.array(self.runtime.features[slot], dtype=np.float32)
 
     def add_rows(self, rows: torch.Tensor) -> int:
-        before = len(self._extra)
-        self._extra = np.concatenate([self._extra, rows.numpy().astype(np.float32)])
-        return before
+        return self.embedding.add_rows(rows)

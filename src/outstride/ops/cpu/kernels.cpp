@@ -32,9 +32,9 @@
 
 namespace {
 
-// --- what callers hand over (mirrored in native.py) -------------------------------------------------
+// --- structs of the callers (mirrored in native.py) -------------------------------------------------
 
-struct Stir {  // see kernels.stir.inc
+struct HadamardRotation {  // see kernels.hadamard.inc
   const float* signs;      // [depth]
   const int32_t* factors;  // of the number of runs, and 0
   const float* blends;     // for each factor a table of its size
@@ -42,16 +42,16 @@ struct Stir {  // see kernels.stir.inc
 };
 
 struct Matrix {
-  const uint8_t* data;   // [tiles][depth / 4][16 channels][4]; of 4 bits: see groups.py
+  const uint8_t* data;   // [tiles][depth / 4][16 channels][4]; of 4 bits: see int4.py
   const float* scale;    // [tiles * 16]; null if each group has its own
   const int32_t* zero;   // [tiles * 16]: the code of 0; null likewise
   const float* bias;     // [tiles * 16] or null
-  const Stir* stir;      // null: rows are rounded as they are
+  const HadamardRotation* rotation;      // null: rows are quantized without rotation
   int32_t tiles, depth;  // depth: K rounded up to 16, or to a whole group
   int32_t bits;          // 8 or 4
 };
 
-struct LowRank {  // what an adapter adds to a product, of float32
+struct LoraFactors {  // what a LoRA adapter adds to a product, in float32
   const float* low;      // [rank][width of the rows]
   const float* high;     // [tiles][rank][16]
   const int32_t* parts;  // [tiles][2]: the first of the ranks that a tile has to do with, their number
@@ -64,7 +64,7 @@ struct Node {
   // the others in the slots from `tail` on (-1: nothing there).
 };
 
-struct Pass {  // what all layers of a pass share
+struct Pass {  // shared by all layers of a pass
   float* x;          // [rows][width]
   float* qkv;        // [rows][channels of the product]
   float* mixed;      // [rows][heads_width]
@@ -75,8 +75,8 @@ struct Pass {  // what all layers of a pass share
   const int64_t* slots;
   const int32_t* pages;
   const int32_t* tails;
-  const uint8_t* gates;  // [rows]: whether a row goes through the adapter; null: none does
-  float* low;            // [rows][ranks], or so many for each thread where rows are few
+  const uint8_t* gates;  // [rows]: 1 for rows that use the adapter; null: none does
+  float* low;            // [rows][ranks], or one such block per thread where rows are few
   int32_t ranks;
   int32_t rows, width, hidden, heads_width, middle_width, heads, kv_heads, head_dim, page_size;
   float eps, scale;
@@ -95,7 +95,7 @@ struct Layer {
   const Matrix* down;
   uint8_t* keys;    // [slots / 16][kv_heads]: see kernels.cache.inc
   uint8_t* values;
-  const LowRank* adapter;  // to qkv, output, gate_up and down; or null
+  const LoraFactors* adapter;  // to qkv, output, gate_up and down; or null
   int32_t rotate;
 };
 
@@ -114,7 +114,7 @@ struct Head {
   float eps;
 };
 
-struct Draw {  // temperature, filters and the key of the noise: see core/sampling.py
+struct SamplingSpec {  // temperature, filters and the key of the noise: see core/sampling.py
   uint64_t seed;
   int64_t position;
   int32_t index, purpose, top_k;
@@ -127,20 +127,20 @@ struct Candidate {
   int32_t id;
 };
 
-struct Choose {
+struct SampleTask {
   const float* logits;  // [rows][stride]
-  const Draw* draws;    // [rows]
+  const SamplingSpec* specs;    // [rows]
   float* scaled;        // [threads][stride]
-  Candidate* room;      // [threads][stride]
+  Candidate* scratch;      // [threads][stride]
   int32_t* out;         // [rows][k], -1 where there is nothing left to choose
   int32_t rows, stride, vocabulary, k;
 };
 
-constexpr int MOST_BEST = 64;
+constexpr int MAX_BEST = 64;
 
 // --- threads --------------------------------------------------------------------------------------
 
-constexpr int MOST_FACTOR = 64;  // of `Stir::factors`: stir.py leaves larger ones out
+constexpr int MAX_FACTOR = 64;  // of `HadamardRotation::factors`: hadamard.py leaves larger ones out
 
 struct Codes {  // quantized rows: at most two bytes for each value, one scale for each row
   int8_t* bytes;
@@ -149,8 +149,8 @@ struct Codes {  // quantized rows: at most two bytes for each value, one scale f
   float* groups;  // [rows][depth / 32]: the same of each group, for weights of 4 bits
 };
 
-// Products over so many columns are summed as whole numbers, which fit into 32 bits; longer ones are
-// sums of such in floating point.
+// Products over at most this many columns are summed as 32-bit integers without overflow; longer ones
+// are floating-point sums of such slices.
 constexpr int SLICE = 4096;
 
 constexpr int slices(int depth) { return (depth + SLICE - 1) / SLICE; }
@@ -160,23 +160,23 @@ struct Pool;
 struct Share {  // one thread's part of an operation
   int index, count;
   Codes* codes;   // its own
-  Codes* shared;  // everybody's
+  Codes* shared;  // of all threads
   float* scratch;
-  float* stirred;  // a row before it is rounded
+  float* rotated;  // a row before it is quantized
   Pool* pool;
 };
 
-constexpr int MOST_THREADS = 64;
-constexpr int STAGES = 2;  // so many times an operation shares out work
+constexpr int MAX_THREADS = 64;
+constexpr int STAGES = 2;  // how many times an operation distributes work
 
 // How much of a thread's work is taken: from the front << 32 | from the back.
 struct alignas(64) Taken {
   std::atomic<uint64_t> ends{0};
 };
 
-// An operation is done by whoever is there. Threads that are waiting join it at once; one that the
-// system has put aside is not waited for, or a crowded machine would stall at every operation. How
-// many take part changes who computes what, and no result.
+// An operation runs on the threads that are ready. Waiting threads join it at once. A descheduled thread
+// is not waited for, because a loaded machine would stall at every operation. The number of threads
+// changes which thread computes what, and no result.
 struct Pool {
   int count = 1;
   bool wide = false;  // whether kernels use registers that are wider than those of the rest
@@ -184,22 +184,22 @@ struct Pool {
   std::atomic<int> arrived{0};     // at the barrier
   std::atomic<int> passed{0};      // rises with each barrier
   std::atomic<int> finished{0};
-  std::atomic<int> asleep{0};
+  std::atomic<int> sleeping{0};
   void (*work)(const void*, Share*) = nullptr;
   const void* argument = nullptr;
-  pthread_t threads[MOST_THREADS];
-  Share shares[MOST_THREADS];
-  Codes codes[MOST_THREADS];
+  pthread_t threads[MAX_THREADS];
+  Share shares[MAX_THREADS];
+  Codes codes[MAX_THREADS];
   Codes shared{};
-  Taken taken[STAGES][MOST_THREADS];
+  Taken taken[STAGES][MAX_THREADS];
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
 };
 
 constexpr uint64_t CLOSED = 1ull << 31, JOINED = CLOSED - 1;
 constexpr uint32_t THE_END = 0xffffffffu;
-constexpr int PATIENCE = 64;  // how long an operation is held open, in pauses of the processor
-constexpr int AWAKE = 80000;  // how long a thread waits for the next: longer than drafts take to be made
+constexpr int JOIN_SPINS = 64;  // how long an operation stays open for joining, in pause instructions
+constexpr int IDLE_SPINS = 80000;  // how long a thread spins for the next one: longer than drafting takes
 
 inline void pause_cpu() {
 #if defined(__x86_64__)
@@ -209,7 +209,7 @@ inline void pause_cpu() {
 #endif
 }
 
-// Spins for a moment, then lets others run: on a crowded machine a waiting thread is in the way.
+// Spins for a moment, then yields: on a loaded machine a spinning thread takes time from others.
 template <typename F>
 inline void until(F ready) {
   for (int i = 0; !ready(); i++) {
@@ -233,14 +233,14 @@ void wait_all(Share* s) {
   }
 }
 
-// Takes `most` units or fewer of the `whole` that somebody has, its owner from the front, others from
-// the back. Returns how many, from `at` on.
-inline int take(Taken* taken, int whole, int most, bool own, int* at) {
+// Takes at most `max_units` of a thread's `whole` units: its owner from the front, others from the
+// back. Returns how many, starting at `at`.
+inline int take(Taken* taken, int whole, int max_units, bool own, int* at) {
   uint64_t ends = taken->ends.load(std::memory_order_relaxed);
   for (;;) {
     const int front = (int)(ends >> 32), back = (int)(uint32_t)ends, left = whole - front - back;
     if (left <= 0) return 0;
-    const int count = left < most ? left : most;
+    const int count = left < max_units ? left : max_units;
     const uint64_t after = own ? ends + ((uint64_t)count << 32) : ends + (uint64_t)count;
     if (!taken->ends.compare_exchange_weak(ends, after, std::memory_order_relaxed)) continue;
     *at = own ? front : whole - back - count;
@@ -248,16 +248,16 @@ inline int take(Taken* taken, int whole, int most, bool own, int* at) {
   }
 }
 
-// Shares `units` out between threads, in pieces of whole `step`s, about `most` units at a time: each
-// has its own run of them, and helps others when it is through with it. `work(first, last)`.
+// Distributes `units` over threads in multiples of `step`, about `max_units` at a time. Each thread has
+// its own range and steals from others when it is done with it. `work(first, last)`.
 template <typename F>
-inline void share_out(Share* s, int stage, int units, int step, int most, F work) {
+inline void share_out(Share* s, int stage, int units, int step, int max_units, F work) {
   const auto from = [&](int who) {
     return who == s->count ? units : step * (int)((int64_t)(units / step) * who / s->count);
   };
   for (int i = 0; i < s->count; i++) {
     const int who = (s->index + i) % s->count, first = from(who), whole = from(who + 1) - first;
-    for (int at, count; (count = take(&s->pool->taken[stage][who], whole, most, i == 0, &at));)
+    for (int at, count; (count = take(&s->pool->taken[stage][who], whole, max_units, i == 0, &at));)
       work(first + at, first + at + count);
   }
 }
@@ -278,14 +278,14 @@ void* serve(void* argument) {
   for (;;) {
     int spins = 0;
     while ((number = (uint32_t)(p->state.load(std::memory_order_acquire) >> 32)) == seen) {
-      if (++spins < AWAKE) {
+      if (++spins < IDLE_SPINS) {
         pause_cpu();
         continue;
       }
       pthread_mutex_lock(&p->mutex);  // nothing to do for a while: sleep
-      p->asleep.fetch_add(1);
+      p->sleeping.fetch_add(1);
       while ((uint32_t)(p->state.load() >> 32) == seen) pthread_cond_wait(&p->wake, &p->mutex);
-      p->asleep.fetch_sub(1);
+      p->sleeping.fetch_sub(1);
       pthread_mutex_unlock(&p->mutex);
     }
     if (number == THE_END) return nullptr;
@@ -302,15 +302,15 @@ void* serve(void* argument) {
 
 void announce(Pool* p, uint32_t number) {
   p->state.store((uint64_t)number << 32);
-  if (p->asleep.load()) {
+  if (p->sleeping.load()) {
     pthread_mutex_lock(&p->mutex);
     pthread_cond_broadcast(&p->wake);
     pthread_mutex_unlock(&p->mutex);
   }
 }
 
-// Clears the upper halves of wide registers. While they hold something, instructions that know only
-// the narrow ones wait for each other: all that a process does between passes took several times as long.
+// Clears the upper halves of wide registers. While they hold data, legacy SSE instructions have false
+// dependencies: everything a process does between passes took several times as long.
 inline void leave(const Pool* p) {
 #if defined(__x86_64__)
   if (p->wide) __asm__ __volatile__("vzeroupper" ::: "memory");
@@ -327,7 +327,7 @@ void run(Pool* p, void (*work)(const void*, Share*), const void* argument) {
     p->finished.store(0, std::memory_order_relaxed);
     const uint32_t last = (uint32_t)(p->state.load(std::memory_order_relaxed) >> 32);
     announce(p, last % 0x7fffffffu + 1);
-    for (int i = 0; i < PATIENCE; i++) {
+    for (int i = 0; i < JOIN_SPINS; i++) {
       if ((int)(p->state.load(std::memory_order_acquire) & JOINED) == p->count - 1) break;
       pause_cpu();
     }
@@ -361,7 +361,7 @@ void run(Pool* p, void (*work)(const void*, Share*), const void* argument) {
   return x;
 }
 
-// --- choosing tokens -----------------------------------------------------------------------------------
+// --- sampling tokens -----------------------------------------------------------------------------------
 
 inline int64_t needed_mass(double top_p, int64_t total) { return (int64_t)ceil(top_p * (double)total); }
 
@@ -377,26 +377,26 @@ inline void sort_by_id(Candidate* c, int count) {
 
 // --- the cache and attention ------------------------------------------------------------------------
 
-constexpr int MOST_DIMENSIONS = 1024;  // of a head
+constexpr int MAX_HEAD_DIM = 1024;  // of a head
 
 // A head's dimensions in the cache: in whole lines of sixteen.
 constexpr int wide_of(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
-// Bytes that a head of sixteen entries takes, keys or values.
+// Bytes of one head of sixteen cached positions, keys or values.
 constexpr size_t record_of(int head_dim) { return (size_t)wide_of(head_dim) * 16 + 64; }
 
 constexpr int SET = 16;           // queries that are worked on at a time
-constexpr int MOST_QUERIES = 48;  // of one key head that go together, if not a single node has more
+constexpr int MAX_QUERIES = 48;  // of one key head that go together, if not a single node has more
 constexpr int CHUNK = 512;        // positions whose scores are made before their weights
 constexpr int STRIDE = CHUNK + 32;  // from one query's scores to the next: other lines of the cache
 
-constexpr int most_queries(int group) {
-  return ((group > MOST_QUERIES ? group : MOST_QUERIES) + SET - 1) / SET * SET;
+constexpr int max_queries(int group) {
+  return ((group > MAX_QUERIES ? group : MAX_QUERIES) + SET - 1) / SET * SET;
 }
 
 // What a thread needs for it, in units of four bytes; see `unit_of`.
-constexpr int attention_room(int group, int head_dim) {
-  const int rows = most_queries(group), wide = wide_of(head_dim);
+constexpr int attention_scratch(int group, int head_dim) {
+  const int rows = max_queries(group), wide = wide_of(head_dim);
   return rows * wide * 3 / 2 + rows * 4 + SET * (STRIDE * 3 + 2 * wide + 2) +
          (int)record_of(head_dim) / 2;
 }
@@ -466,7 +466,7 @@ struct Kernels {
         [](const void* a, Share* s) { space::output((const Layer*)a, s); }, \
         [](const void* a, Share* s) { space::mlp((const Layer*)a, s); },       \
         [](const void* a, Share* s) { space::head((const Head*)a, s); },     \
-        [](const void* a, Share* s) { space::choose((const Choose*)a, s); }  \
+        [](const void* a, Share* s) { space::choose((const SampleTask*)a, s); }  \
   }
 
 #if defined(__x86_64__)
@@ -505,13 +505,13 @@ struct Grid {  // a byte c stands for (c - zero) * scale
 
 Grid grid(float step, float zero) { return {step, step > 0.0f ? 1.0f / step : 0.0f, zero}; }
 
-Grid even_grid(float least, float most) {
-  return grid((most > -least ? most : -least) / 127.0f, 128.0f);
+Grid even_grid(float min_value, float max_value) {
+  return grid((max_value > -min_value ? max_value : -min_value) / 127.0f, 128.0f);
 }
 
-Grid whole_grid(float least, float most) {
-  const float step = (most - least) / 255.0f;
-  return grid(step, step > 0.0f ? nearbyintf(-least / step) : 128.0f);
+Grid whole_grid(float min_value, float max_value) {
+  const float step = (max_value - min_value) / 255.0f;
+  return grid(step, step > 0.0f ? nearbyintf(-min_value / step) : 128.0f);
 }
 
 inline float code_of(const Grid& g, float weight) {
@@ -541,15 +541,15 @@ extern "C" {
 
 int outstride_best_isa() { return best_isa(); }
 
-// How much scratch attention over so many rows takes.
+// How much scratch attention over this many rows needs.
 int outstride_scratch(int group, int head_dim, int rows) {
-  return attention_room(group, head_dim) + rows + 1;
+  return attention_scratch(group, head_dim) + rows + 1;
 }
 
 // An engine with `threads` threads for at most `rows` rows of `depth` values. Null: out of memory, or
 // an instruction set that this processor lacks.
 void* outstride_open(int threads, int isa, int rows, int depth, int scratch) {
-  if (threads < 1 || threads > MOST_THREADS || isa < 0 || isa > best_isa() || rows < 1 || depth < 1)
+  if (threads < 1 || threads > MAX_THREADS || isa < 0 || isa > best_isa() || rows < 1 || depth < 1)
     return nullptr;
   Engine* e = new Engine();
   e->isa = isa;
@@ -562,7 +562,7 @@ void* outstride_open(int threads, int isa, int rows, int depth, int scratch) {
   Pool* p = &e->pool;
   p->count = threads;
   p->wide = isa != ISA_PORTABLE;
-  // Rows are read in blocks of sixteen: what lies behind the last is read, and not used.
+  // Rows are read in blocks of sixteen: memory after the last row is read and not used.
   const size_t bytes = (size_t)2 * depth + 64;
   const size_t sums = sizeof(int32_t) * slices(depth), groups = (size_t)depth / 32 + 1;
   p->shared = {(int8_t*)aligned_alloc(64, (bytes * (rows + 16) + 63) / 64 * 64),
@@ -578,7 +578,7 @@ void* outstride_open(int threads, int isa, int rows, int depth, int scratch) {
           (float*)aligned_alloc(64, ((size_t)scratch * 4 + 127) / 64 * 64),
           (float*)aligned_alloc(64, ((size_t)depth * 4 + 127) / 64 * 64), p};
     sound = sound && p->codes[i].bytes && p->codes[i].scale && p->codes[i].sums &&
-            p->codes[i].groups && s->scratch && s->stirred;
+            p->codes[i].groups && s->scratch && s->rotated;
   }
   if (!sound) return nullptr;
   for (int i = 1; i < threads; i++)
@@ -593,7 +593,7 @@ void outstride_close(void* engine) {
   for (int i = 1; i < p->count; i++) pthread_join(p->threads[i], nullptr);
   for (int i = 0; i < p->count; i++) {
     free(p->codes[i].bytes), free(p->codes[i].scale), free(p->codes[i].sums);
-    free(p->codes[i].groups), free(p->shares[i].scratch), free(p->shares[i].stirred);
+    free(p->codes[i].groups), free(p->shares[i].scratch), free(p->shares[i].rotated);
   }
   free(p->shared.bytes), free(p->shared.scale), free(p->shared.sums), free(p->shared.groups);
   delete e;
@@ -604,7 +604,7 @@ void outstride_attend(void* e, const Layer* a) { run(&((Engine*)e)->pool, ((Engi
 void outstride_output(void* e, const Layer* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.output, a); }
 void outstride_mlp(void* e, const Layer* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.mlp, a); }
 
-// Consecutive layers without a word from outside: whoever called may do something else meanwhile.
+// Consecutive layers in one call: the caller's thread may do something else meanwhile.
 void outstride_layers(void* engine, const Layer* a, int count) {
   for (int i = 0; i < count; i++) {
     outstride_project(engine, a + i);
@@ -614,7 +614,7 @@ void outstride_layers(void* engine, const Layer* a, int count) {
   }
 }
 
-void outstride_choose(void* e, const Choose* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.choose, a); }
+void outstride_choose(void* e, const SampleTask* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.choose, a); }
 void outstride_head(void* e, const Head* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.head, a); }
 
 // Entries that were made elsewhere to their slots: [rows][kv_heads][head_dim] each.
@@ -626,14 +626,14 @@ void outstride_keep(const Layer* l, const int64_t* slots, int rows, const float*
                    values + (size_t)i * a->head_dim);
 }
 
-// How many bytes a head of sixteen entries takes, keys or values; 0: it has too many dimensions.
+// Bytes of one head of sixteen cached positions, keys or values; 0: it has too many dimensions.
 int outstride_record(int head_dim) {
-  return head_dim > MOST_DIMENSIONS ? 0 : (int)record_of(head_dim);
+  return head_dim > MAX_HEAD_DIM ? 0 : (int)record_of(head_dim);
 }
 
-// Copies entries of all layers between slots, all read before any is written. `room` holds one layer's.
+// Copies KV of all layers between slots, all read before any is written. `scratch` holds one layer's.
 void outstride_move(const Layer* layers, int count, const int64_t* sources, const int64_t* targets,
-                    int entries, uint8_t* room) {
+                    int entries, uint8_t* scratch) {
   const auto copy = [](uint8_t* entry, uint8_t* held, int bytes, bool write) {
     memcpy(write ? entry : held, write ? held : entry, bytes);
   };
@@ -642,7 +642,7 @@ void outstride_move(const Layer* layers, int count, const int64_t* sources, cons
     const size_t record = record_of(size), lines = record / 64;
     for (int write = 0; write < 2; write++) {
       const int64_t* slots = write ? targets : sources;
-      uint8_t* held = room;
+      uint8_t* held = scratch;
       for (int e = 0; e < entries * heads; e++) {
         const int64_t slot = slots[e / heads], lane = slot % 16;
         const size_t place = (slot / 16 * heads + e % heads) * record;
@@ -657,24 +657,24 @@ void outstride_move(const Layer* layers, int count, const int64_t* sources, cons
   }
 }
 
-// Weights of float32, [channels][k], stirred and rounded to tiles of bytes with one scale and one zero
-// per channel: from the least to the largest weight, or as far on both sides, whichever is closer.
-// `room`: two rows.
-void outstride_pack(const float* weights, int channels, int k, int tiles, int depth, const Stir* stir,
-                    float* room, uint8_t* data, float* scale, int32_t* zero) {
-  float *given = room, *row = room + depth;
+// Weights of float32, [channels][k], rotated and rounded to tiles of bytes with one scale and one zero
+// per channel: from the smallest to the largest weight, or symmetric, whichever is closer.
+// `scratch`: two rows.
+void outstride_pack(const float* weights, int channels, int k, int tiles, int depth, const HadamardRotation* rotation,
+                    float* scratch, uint8_t* data, float* scale, int32_t* zero) {
+  float *given = scratch, *row = scratch + depth;
   for (int n = 0; n < tiles * 16; n++) {
     uint8_t* tile = data + (size_t)(n / 16) * depth * 16 + n % 16 * 4;
     memset(given, 0, sizeof(float) * depth);
     if (n < channels) memcpy(given, weights + (size_t)n * k, sizeof(float) * k);
-    portable::stir(given, depth, depth, stir, row);
-    float least = 0.0f, most = 0.0f;
+    portable::rotate_row(given, depth, depth, rotation, row);
+    float min_value = 0.0f, max_value = 0.0f;
     for (int i = 0; i < depth; i++) {
-      row[i] /= (float)stir->run;
-      least = row[i] < least ? row[i] : least;
-      most = row[i] > most ? row[i] : most;
+      row[i] /= (float)rotation->run;
+      min_value = row[i] < min_value ? row[i] : min_value;
+      max_value = row[i] > max_value ? row[i] : max_value;
     }
-    const Grid even = even_grid(least, most), whole = whole_grid(least, most);
+    const Grid even = even_grid(min_value, max_value), whole = whole_grid(min_value, max_value);
     const Grid g = error_of(whole, row, depth) < error_of(even, row, depth) ? whole : even;
     scale[n] = g.scale, zero[n] = (int32_t)g.zero;
     for (int i = 0; i < depth; i++)
@@ -682,17 +682,17 @@ void outstride_pack(const float* weights, int channels, int k, int tiles, int de
   }
 }
 
-// Rows of a packed matrix as float32: the embedding of a model that uses its head for both. `room`: one
+// Rows of a packed matrix as float32: the embedding of a model with tied embeddings. `scratch`: one
 // row of the matrix.
-void outstride_rows(const Matrix* m, const int64_t* ids, int count, int k, int width, float* room,
+void outstride_rows(const Matrix* m, const int64_t* ids, int count, int k, int width, float* scratch,
                     float* out) {
   for (int r = 0; r < count; r++) {
     const int64_t n = ids[r];
     const uint8_t* tile = m->data + (size_t)(n / 16) * m->depth * 16 + n % 16 * 4;
     for (int i = 0; i < m->depth; i++)
-      room[i] = (float)(tile[(size_t)(i / 4) * 64 + i % 4] - m->zero[n]) * m->scale[n];
-    portable::unstir(room, m->depth, m->stir);
-    memcpy(out + (size_t)r * width, room, sizeof(float) * k);
+      scratch[i] = (float)(tile[(size_t)(i / 4) * 64 + i % 4] - m->zero[n]) * m->scale[n];
+    portable::rotate_row_back(scratch, m->depth, m->rotation);
+    memcpy(out + (size_t)r * width, scratch, sizeof(float) * k);
   }
 }
 

@@ -1,4 +1,4 @@
-"""The native library: where it is, what its structures look like, how it is called."""
+"""The native CPU kernels: the library, its structs and its functions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _F, _I = c.c_float, c.c_int32
 _P = c.c_void_p
 
 
-class Stir(c.Structure):
-    """How rows are stirred: see kernels.cpp, here and below."""
+class HadamardStruct(c.Structure):
+    """A Hadamard rotation of rows. The structs of this file mirror those of kernels.cpp."""
 
     _fields_ = (
         ("signs", _P),
@@ -25,7 +25,7 @@ class Stir(c.Structure):
     )
 
 
-class Matrix(c.Structure):
+class MatrixStruct(c.Structure):
     """Packed weights."""
 
     _fields_ = (
@@ -33,14 +33,16 @@ class Matrix(c.Structure):
         ("scale", _P),
         ("zero", _P),
         ("bias", _P),
-        ("stir", c.POINTER(Stir)),
+        ("rotation", c.POINTER(HadamardStruct)),
         ("tiles", _I),
         ("depth", _I),
         ("bits", _I),
     )
 
 
-class LowRank(c.Structure):
+class LoraStruct(c.Structure):
+    """LoRA factors of a product."""
+
     _fields_ = (
         ("low", _P),
         ("high", _P),
@@ -52,7 +54,9 @@ class LowRank(c.Structure):
 NODE = np.dtype([(name, np.int32) for name in ("row", "start", "count", "direct", "pages", "tail")])
 
 
-class Pass(c.Structure):
+class PassStruct(c.Structure):
+    """Buffers and sizes that all layers of a pass share."""
+
     _fields_ = (
         ("x", _P),
         ("qkv", _P),
@@ -64,7 +68,7 @@ class Pass(c.Structure):
         ("slots", _P),
         ("pages", _P),
         ("tails", _P),
-        ("gates", _P),
+        ("adapter_rows", _P),
         ("low", _P),
         ("ranks", _I),
         ("rows", _I),
@@ -81,21 +85,23 @@ class Pass(c.Structure):
     )
 
 
-class Layer(c.Structure):
+class LayerStruct(c.Structure):
+    """One layer: norms, matrices, KV cache."""
+
     _fields_ = (
-        ("batch", c.POINTER(Pass)),
+        ("batch", c.POINTER(PassStruct)),
         ("nodes", c.POINTER(_P)),
         ("attention_norm", _P),
         ("query_norm", _P),
         ("key_norm", _P),
         ("mlp_norm", _P),
-        ("qkv", c.POINTER(Matrix)),
-        ("output", c.POINTER(Matrix)),
-        ("gate_up", c.POINTER(Matrix)),
-        ("down", c.POINTER(Matrix)),
+        ("qkv", c.POINTER(MatrixStruct)),
+        ("output", c.POINTER(MatrixStruct)),
+        ("gate_up", c.POINTER(MatrixStruct)),
+        ("down", c.POINTER(MatrixStruct)),
         ("keys", _P),
         ("values", _P),
-        ("adapter", c.POINTER(LowRank)),
+        ("adapter", c.POINTER(LoraStruct)),
         ("rotate", _I),
     )
 
@@ -103,11 +109,13 @@ class Layer(c.Structure):
 BEST = np.dtype([("value", np.float32), ("token", np.int32)])
 
 
-class Head(c.Structure):
+class LMHeadStruct(c.Structure):
+    """The LM head: final norm, matrix, and where logits or best tokens go."""
+
     _fields_ = (
         ("x", _P),
         ("norm", _P),
-        ("matrix", c.POINTER(Matrix)),
+        ("matrix", c.POINTER(MatrixStruct)),
         ("logits", _P),
         ("best", _P),
         ("rows", _I),
@@ -119,7 +127,7 @@ class Head(c.Structure):
     )
 
 
-DRAW = np.dtype(
+SAMPLING_SPEC = np.dtype(
     [
         ("seed", np.uint64),
         ("position", np.int64),
@@ -135,12 +143,14 @@ DRAW = np.dtype(
 )
 
 
-class Choose(c.Structure):
+class SampleStruct(c.Structure):
+    """Sampling from rows of logits."""
+
     _fields_ = (
         ("logits", _P),
-        ("draws", _P),
+        ("specs", _P),
         ("scaled", _P),
-        ("room", _P),
+        ("scratch", _P),
         ("out", _P),
         ("rows", _I),
         ("stride", _I),
@@ -149,10 +159,10 @@ class Choose(c.Structure):
     )
 
 
-MOST_BEST = 64
-"""So many tokens can be chosen for a node in native code."""
-MOST_FUSED = 16
-"""So many of them without rows of the vocabulary, at temperature 0."""
+MAX_BEST = 64
+"""How many tokens native code can return for a node."""
+MAX_FUSED = 16
+"""How many of them without rows of logits, at temperature 0."""
 ISAS = ("portable", "avx2", "avx512-vnni", "amx")
 
 
@@ -178,25 +188,25 @@ def library() -> c.CDLL:
     lib.outstride_open.restype = _P
     lib.outstride_open.argtypes = [c.c_int] * 5
     lib.outstride_close.argtypes = [_P]
-    lib.outstride_pack.argtypes = [_P, *[c.c_int] * 4, c.POINTER(Stir), _P, _P, _P, _P]
-    lib.outstride_rows.argtypes = [c.POINTER(Matrix), _P, c.c_int, c.c_int, c.c_int, _P, _P]
+    lib.outstride_pack.argtypes = [_P, *[c.c_int] * 4, c.POINTER(HadamardStruct), _P, _P, _P, _P]
+    lib.outstride_rows.argtypes = [c.POINTER(MatrixStruct), _P, c.c_int, c.c_int, c.c_int, _P, _P]
     lib.outstride_scratch.restype = c.c_int
     lib.outstride_scratch.argtypes = [c.c_int] * 3
     lib.outstride_record.restype = c.c_int
     lib.outstride_record.argtypes = [c.c_int]
-    lib.outstride_keep.argtypes = [c.POINTER(Layer), _P, c.c_int, _P, _P]
+    lib.outstride_keep.argtypes = [c.POINTER(LayerStruct), _P, c.c_int, _P, _P]
     lib.outstride_keep.restype = None
-    lib.outstride_move.argtypes = [c.POINTER(Layer), c.c_int, _P, _P, c.c_int, _P]
+    lib.outstride_move.argtypes = [c.POINTER(LayerStruct), c.c_int, _P, _P, c.c_int, _P]
     lib.outstride_move.restype = None
-    lib.outstride_layers.argtypes = [_P, c.POINTER(Layer), c.c_int]
+    lib.outstride_layers.argtypes = [_P, c.POINTER(LayerStruct), c.c_int]
     lib.outstride_layers.restype = None
     for name, structure in (
-        ("project", Layer),
-        ("attend", Layer),
-        ("output", Layer),
-        ("mlp", Layer),
-        ("head", Head),
-        ("choose", Choose),
+        ("project", LayerStruct),
+        ("attend", LayerStruct),
+        ("output", LayerStruct),
+        ("mlp", LayerStruct),
+        ("head", LMHeadStruct),
+        ("choose", SampleStruct),
     ):
         function = getattr(lib, f"outstride_{name}")
         function.argtypes = [_P, c.POINTER(structure)]

@@ -1,4 +1,4 @@
-"""All weights of a model in the native format, and the file in which they are kept between starts."""
+"""All weights of a model in the layout of the kernels, and the file that caches them between starts."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ import torch
 
 from outstride.core.graph import FloatArray
 from outstride.errors import CorruptModel
-from outstride.ops.contract import LayerWeights, Model, Shape
-from outstride.ops.cpu.groups import GROUP, Grouped
-from outstride.ops.cpu.packed import Packed, alternating, rounded
+from outstride.ops.cpu.int4 import GROUP, Int4Matrix
+from outstride.ops.cpu.int8 import Int8Matrix, alternating, rounded
+from outstride.ops.weights import LayerWeights, ModelShape, ModelWeights
 
 FORMATS = {8: "outstride int8 3", 4: "outstride int4 2"}
-"""By the bits of a layer's weights; rises when the same weights would be packed differently."""
-LARGE = 2 << 20
+"""By the bits of a layer's weights; rises when the packing changes."""
+HUGE_PAGE = 2 << 20
 
 _MATRICES = ("qkv", "output", "gate_up", "down")
 _VECTORS = ("attention_norm", "query_norm", "key_norm", "mlp_norm")
 _PARTS = ("data", "scale", "zero", "bias")
 _GROUPED_PARTS = ("data", "bias")
 
-Matrix: TypeAlias = Packed | Grouped
+Matrix: TypeAlias = Int8Matrix | Int4Matrix
 
 
-def widths(shape: Shape) -> tuple[int, int, int]:
-    """How wide the kernels make rows of states, of all heads together, and of the middle."""
+def widths(shape: ModelShape) -> tuple[int, int, int]:
+    """The padded widths of hidden states, of all heads together, and of the MLP's inner rows."""
     return (
         rounded(shape.hidden_size, 32),
         rounded(shape.heads * shape.head_dim, 16),
@@ -41,7 +41,7 @@ def widths(shape: Shape) -> tuple[int, int, int]:
 
 
 @dataclass(slots=True)
-class Layer:
+class PackedLayerWeights:
     """The weights of one layer."""
 
     attention_norm: FloatArray
@@ -54,71 +54,70 @@ class Layer:
     down: Matrix
 
 
-def matrices_of(layers: Sequence[Layer]) -> list[Matrix]:
-    """In the order in which a pass reads them."""
+def matrices_of(layers: Sequence[PackedLayerWeights]) -> list[Matrix]:
+    """All matrices in the order in which a pass reads them."""
     return [getattr(layer, name) for layer in layers for name in _MATRICES]
 
 
-def in_large_pages(size: int) -> npt.NDArray[np.uint8]:
-    """Zeros that take memory only once they are written.
+def in_huge_pages(size: int) -> npt.NDArray[np.uint8]:
+    """Zeros in huge pages of 2 MB, where the system has them; memory is used once it is written.
 
-    In pages of two megabytes, where the system has them to give: a pass reads all weights and all that
-    is cached, and spends much of its time on finding small pages.
+    A pass reads all weights and the KV cache, and with small pages it spends much time on TLB misses.
     """
-    room = rounded(size, LARGE) + LARGE
-    memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    reserved = rounded(size, HUGE_PAGE) + HUGE_PAGE
+    memory = mmap.mmap(-1, reserved, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     buffer = np.frombuffer(memory, dtype=np.uint8)
-    at = -buffer.ctypes.data % LARGE
+    at = -buffer.ctypes.data % HUGE_PAGE
     return buffer[at : at + size]
 
 
-def into_large_pages(matrices: Sequence[Matrix]) -> None:
-    """Moves matrices, in this order, into one piece of memory."""
-    buffer, at = in_large_pages(sum(rounded(matrix.data.size, 64) for matrix in matrices)), 0
+def into_huge_pages(matrices: Sequence[Matrix]) -> None:
+    """Moves matrices, in this order, into one block of huge pages."""
+    buffer, at = in_huge_pages(sum(rounded(matrix.data.size, 64) for matrix in matrices)), 0
     for matrix in matrices:
         matrix.move(buffer[at : at + matrix.data.size])
         at += rounded(matrix.data.size, 64)
 
 
 @dataclass(slots=True)
-class Weights:
-    """The weights of a model; one that uses its head to embed has one table for both.
+class PackedModel:
+    """The weights of a model; with tied embeddings, `embedding` is `vocabulary`.
 
-    bits: of the weights of layers. Embedding and head always have 8: a head of 4 bits would save less
-    time than it costs in closeness.
+    bits: of the weights of layers. Embedding and LM head always have 8: an LM head of 4 bits would
+    save little time and lose accuracy.
     """
 
-    layers: list[Layer]
-    vocabulary: Packed
-    embedding: Packed
+    layers: list[PackedLayerWeights]
+    vocabulary: Int8Matrix
+    embedding: Int8Matrix
     norm: FloatArray
     bits: int = 8
 
     @classmethod
-    def pack(cls, model: Model, bits: int = 8) -> Weights:
-        """From float32; layers are taken one by one, so that the model never exists twice."""
+    def pack(cls, model: ModelWeights, bits: int = 8) -> PackedModel:
+        """Packs float32 weights; layers are converted and dropped one by one to save memory."""
         shape, layers = model.shape, []
         width = widths(shape)[0]
         while model.layers:
             layers.append(pack_layer(shape, model.layers.pop(0), bits))
         table = model.embedding if model.head is None else model.head
-        vocabulary = Packed.of(table.numpy(), None, width)
+        vocabulary = Int8Matrix.of(table.numpy(), None, width)
         embedding = vocabulary
         if model.head is not None:
-            embedding = Packed.of(model.embedding.numpy(), None, width)
+            embedding = Int8Matrix.of(model.embedding.numpy(), None, width)
         return cls(layers, vocabulary, embedding, padded(model.norm, width), bits)
 
-    def into_large_pages(self) -> None:
-        """Moves all matrices."""
+    def into_huge_pages(self) -> None:
+        """Moves all matrices into huge pages."""
         own = [self.embedding] * (self.embedding is not self.vocabulary)
-        into_large_pages([*matrices_of(self.layers), self.vocabulary, *own])
+        into_huge_pages([*matrices_of(self.layers), self.vocabulary, *own])
 
     # --- the file ---------------------------------------------------------------------------------
 
     def write(self, path: Path, about: Mapping[str, str]) -> None:
-        """Keeps the weights, with a checksum of each array and what they were made from."""
+        """Writes the weights with a checksum of each array and a description of their source."""
         from safetensors.numpy import save_file
 
         arrays: dict[str, npt.NDArray[np.generic]] = {"norm": self.norm}
@@ -139,9 +138,9 @@ class Weights:
 
     @classmethod
     def read(
-        cls, path: Path, shape: Shape, about: Mapping[str, str], bits: int = 8
-    ) -> tuple[Weights, Mapping[str, str]]:
-        """What `write` kept and was told; CorruptModel if it is damaged or made from other weights."""
+        cls, path: Path, shape: ModelShape, about: Mapping[str, str], bits: int = 8
+    ) -> tuple[PackedModel, Mapping[str, str]]:
+        """Reads what `write` wrote; raises CorruptModel if it is damaged or of other weights."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -164,8 +163,8 @@ class Weights:
 
     @classmethod
     def _assemble(
-        cls, arrays: Mapping[str, npt.NDArray[np.generic]], shape: Shape, bits: int
-    ) -> Weights:
+        cls, arrays: Mapping[str, npt.NDArray[np.generic]], shape: ModelShape, bits: int
+    ) -> PackedModel:
         width, heads, middle = widths(shape)
         rows = shape.heads * shape.head_dim
         sizes = {
@@ -179,7 +178,7 @@ class Weights:
             vectors = {name: arrays.get(f"{i}.{name}") for name in _VECTORS}
             join = _joined if bits == 8 else _joined_groups
             matrices = {name: join(arrays, f"{i}.{name}", *sizes[name]) for name in _MATRICES}
-            layers.append(Layer(**vectors, **matrices))  # type: ignore[arg-type]
+            layers.append(PackedLayerWeights(**vectors, **matrices))  # type: ignore[arg-type]
         table = (shape.vocab_size, shape.hidden_size, width)
         vocabulary = _joined(arrays, "vocabulary", *table)
         embedding = vocabulary
@@ -189,25 +188,25 @@ class Weights:
 
 
 def _parts(name: str, matrix: Matrix) -> dict[str, npt.NDArray[np.generic]]:
-    parts = _PARTS if isinstance(matrix, Packed) else _GROUPED_PARTS
+    parts = _PARTS if isinstance(matrix, Int8Matrix) else _GROUPED_PARTS
     found = {part: getattr(matrix, part) for part in parts}
     return {f"{name}.{part}": array for part, array in found.items() if array is not None}
 
 
 def _joined(
     arrays: Mapping[str, npt.NDArray[np.generic]], name: str, channels: int, k: int, depth: int
-) -> Packed:
+) -> Int8Matrix:
     parts = {part: arrays.get(f"{name}.{part}") for part in _PARTS}
     tiles = rounded(channels, 32) // 16
-    return Packed(**parts, channels=channels, k=k, tiles=tiles, depth=depth)  # type: ignore[arg-type]
+    return Int8Matrix(**parts, channels=channels, k=k, tiles=tiles, depth=depth)  # type: ignore[arg-type]
 
 
 def _joined_groups(
     arrays: Mapping[str, npt.NDArray[np.generic]], name: str, channels: int, k: int, depth: int
-) -> Grouped:
+) -> Int4Matrix:
     parts = {part: arrays.get(f"{name}.{part}") for part in _GROUPED_PARTS}
     tiles, depth = rounded(channels, 32) // 16, rounded(depth, GROUP)
-    return Grouped(**parts, channels=channels, k=k, tiles=tiles, depth=depth)  # type: ignore[arg-type]
+    return Int4Matrix(**parts, channels=channels, k=k, tiles=tiles, depth=depth)  # type: ignore[arg-type]
 
 
 def padded(tensor: torch.Tensor, width: int) -> FloatArray:
@@ -216,13 +215,13 @@ def padded(tensor: torch.Tensor, width: int) -> FloatArray:
     return result
 
 
-def pack_layer(shape: Shape, layer: LayerWeights, bits: int) -> Layer:
+def pack_layer(shape: ModelShape, layer: LayerWeights, bits: int) -> PackedLayerWeights:
     width, heads, middle = widths(shape)
 
     def packed(weight: FloatArray, bias: FloatArray | None, depth: int) -> Matrix:
         if bits == 8:
-            return Packed.of(weight, bias, depth)
-        return Grouped.of(weight, bias, rounded(depth, GROUP))
+            return Int8Matrix.of(weight, bias, depth)
+        return Int4Matrix.of(weight, bias, rounded(depth, GROUP))
 
     def plain(weight: torch.Tensor, bias: torch.Tensor | None, depth: int) -> Matrix:
         return packed(weight.numpy(), None if bias is None else bias.numpy(), depth)
@@ -231,7 +230,7 @@ def pack_layer(shape: Shape, layer: LayerWeights, bits: int) -> Layer:
         return None if vector is None else padded(vector, shape.head_dim)
 
     gate_up_bias = layer.gate_up_bias
-    return Layer(
+    return PackedLayerWeights(
         attention_norm=padded(layer.attention_norm, width),
         query_norm=maybe(layer.query_norm),
         key_norm=maybe(layer.key_norm),

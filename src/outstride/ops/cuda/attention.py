@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-"""Attention over pages and token graphs, reduced over logical positions.
+"""Attention over a paged KV cache and token graphs, reduced over logical positions.
 
-Keys stand in blocks of 128 by position, whichever slots hold them. Each block yields a partial result
-that depends on its keys alone; partial results are folded in order of blocks, by one program that
-walks through them, by the last of several that each took some, or by a kernel of its own. Which of
-them, and how many queries share a tile, changes no bit. Blocks that a query does not see at all change
-nothing, either.
+Keys are grouped in blocks of 128 by position, whichever slots hold them. Each block gives a partial
+result that depends on its keys alone. Partial results are folded in order of blocks: by one program
+that walks through them, by the last of several programs that each took some, or by `fold_kernel`.
+Which of these runs, and how many queries share a tile, changes no bit. Blocks that a query does not
+see change nothing either.
 """
 
 from __future__ import annotations
@@ -20,19 +20,37 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,unused
     gdc_wait,
 )
 
-from outstride.ops.cuda.layout import FIELDS, KEYS, LARGE_TILE, LEVEL, Pace
-from outstride.ops.cuda.steps import CHOSEN
+from outstride.ops.cuda.batch_metadata import LARGE_TILE, ProgramLoad
+from outstride.ops.cuda.kernel_metadata import (
+    ITEM_BLOCK_LIST,
+    ITEM_FIRST_ROW,
+    ITEM_LIMIT,
+    ITEM_NUM_NODES,
+    ITEM_NUM_RUNS,
+    ITEM_PAGES,
+    ITEM_PARTIALS,
+    ITEM_POSITION,
+    ITEM_SIZE,
+    ITEM_START_BLOCK,
+    ITEM_STOP_BLOCK,
+    ITEM_TILE,
+    ITEM_TILE_NODE,
+    ITEM_TILE_NODES,
+    ITEM_TILE_ROW,
+    ITEM_TILE_START_BLOCK,
+    ITEM_TILE_STOP_BLOCK,
+    PREVIOUS_TOKEN,
+    SAME_LIMIT,
+)
+from outstride.ops.cuda.metadata import BLOCK_KEYS
 
 _FLOOR = tl.constexpr(-1e30)
-"""Stands in for the maximum of a block in which a query sees nothing."""
-_FIELDS = tl.constexpr(FIELDS)
-_CHOSEN = tl.constexpr(CHOSEN)
-_LEVEL = tl.constexpr(LEVEL)
+"""The maximum of a block in which a query sees no key."""
 
 
 @triton.jit
 def _fold(peak, total, mixed, new_peak, new_total, new_mixed):
-    """One more block."""
+    """Adds the partial result of one more block."""
     top = tl.maximum(peak, new_peak)
     old, new = tl.exp2(peak - top), tl.exp2(new_peak - top)
     total = total * old + new_total * new
@@ -42,7 +60,7 @@ def _fold(peak, total, mixed, new_peak, new_total, new_mixed):
 
 @triton.jit
 def _partial(partial, peaks, sums, spot, there, line, BQ: tl.constexpr, WIDE: tl.constexpr):
-    """One block's partial result, if there is one: else what changes nothing."""
+    """One block's partial result: peak [BQ], sum [BQ], mixed [BQ, WIDE]; neutral where not `there`."""
     peak = tl.load(peaks + spot * BQ + line, mask=there, other=_FLOOR, cache_modifier=".cg")
     total = tl.load(sums + spot * BQ + line, mask=there, other=0.0, cache_modifier=".cg")
     at = spot * (BQ * WIDE) + line[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
@@ -54,7 +72,7 @@ def _partial(partial, peaks, sums, spot, there, line, BQ: tl.constexpr, WIDE: tl
 def _fold_all(peak, total, mixed, partial, peaks, sums, base, count, head, line, live,
               KV_HEADS: tl.constexpr, BQ: tl.constexpr, WIDE: tl.constexpr,
               FOLDS: tl.constexpr):  # fmt: skip
-    """The partial results of `count` blocks: some are asked for at once, then folded in order."""
+    """Folds `count` blocks in order; FOLDS of them are loaded at once."""
     for block in tl.range(0, count, FOLDS, num_stages=1):
         found = ()
         for i in tl.static_range(FOLDS):
@@ -69,7 +87,7 @@ def _fold_all(peak, total, mixed, partial, peaks, sums, base, count, head, line,
 
 @triton.jit
 def _store(out, mixed, total, row, live, of_head, ld_out, BQ: tl.constexpr, WIDE: tl.constexpr):
-    """What a tile's queries mixed, divided by their weights."""
+    """Divides what a tile's queries mixed [BQ, WIDE] by their weights [BQ], and stores it."""
     sums = tl.maximum(total, 1e-30)
     result = tl.math.div_rn(mixed, tl.broadcast_to(sums[:, None], (BQ, WIDE)))
     at = (row.to(tl.int64) * ld_out + of_head)[:, None] + tl.arange(0, WIDE)[None, :]
@@ -77,15 +95,15 @@ def _store(out, mixed, total, row, live, of_head, ld_out, BQ: tl.constexpr, WIDE
 
 
 @triton.jit
-def _find(words, item, block, KEYS: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr):
-    """The slots of a block's keys, which of them there are, and whether pages told."""
-    pages_at, blocks_at = tl.load(item + 2), tl.load(item + 3)
-    more = tl.load(item + 1) - 1
+def _find(words, item, block, BLOCK_KEYS: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr):
+    """The slots of a block's keys [KEYS], which of them exist, and whether pages gave them."""
+    pages_at, blocks_at = tl.load(item + ITEM_PAGES), tl.load(item + ITEM_BLOCK_LIST)
+    more = tl.load(item + ITEM_NUM_NODES) - 1
     if not SHARED:
-        more = tl.where(blocks_at == _LEVEL, 0, more)
-    lane = tl.arange(0, KEYS)
-    place = block * KEYS + lane
-    known = place < tl.load(item + 11) + more
+        more = tl.where(blocks_at == SAME_LIMIT, 0, more)
+    lane = tl.arange(0, BLOCK_KEYS)
+    place = block * BLOCK_KEYS + lane
+    known = place < tl.load(item + ITEM_LIMIT) + more
     paged = blocks_at < 0
     if SHARED:
         page = tl.load(words + pages_at + place // PAGE, mask=known, other=0)
@@ -102,37 +120,49 @@ def _find(words, item, block, KEYS: tl.constexpr, PAGE: tl.constexpr, SHARED: tl
 
 
 @triton.jit
-def _where(item):
-    """An item's first row and its run of blocks, and the first block of its tile."""
-    return tl.load(item), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+def _run_of(item):
+    """An item's first row, its run of blocks, and the first block of its tile."""
+    return (
+        tl.load(item + ITEM_FIRST_ROW),
+        tl.load(item + ITEM_START_BLOCK),
+        tl.load(item + ITEM_STOP_BLOCK),
+        tl.load(item + ITEM_TILE_START_BLOCK),
+    )
+
+
+@triton.jit
+def _place_of(item):
+    """Where an item's partial results begin, its limit of positions, its first node's position."""
+    return tl.load(item + ITEM_PARTIALS), tl.load(item + ITEM_LIMIT), tl.load(item + ITEM_POSITION)
 
 
 @triton.jit
 def attention_kernel(
-    queries, keys, values, out, items, words, partial, partial_peaks, partial_sums, tickets,
+    queries, keys, values, out, items, words, partial, partial_peaks, partial_sums, counters,
     scale, window, ld_out,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDE: tl.constexpr,
-    BQ: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, PROGRAMS: tl.constexpr,
+    BQ: tl.constexpr, BLOCK_KEYS: tl.constexpr, PAGE: tl.constexpr, PROGRAMS: tl.constexpr,
     SHARED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, FOLDS: tl.constexpr,
     APART: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`words` describes the pass, `items` is the part of it with this window's items.
+    """Attention of one layer. `words` is the metadata of the pass, `items` this window's part of it.
 
-    The sums of weights are products with ones: sixteen equal columns, because products have no fewer.
-    What the words say is read before the kernel waits for the one before it.
+    queries [rows, HEADS, WIDE], keys and values [slots, KV_HEADS, WIDE], out [rows, ld_out].
+    Sums of weights are products with sixteen equal columns of ones: products have no fewer columns.
+    Metadata is read before the kernel waits for the one before it, which does not write it.
     APART: partial results are left to `fold_kernel`. ONCE: no program has a second item.
     """
-    lane = tl.arange(0, KEYS)
+    lane = tl.arange(0, BLOCK_KEYS)
     dims = tl.arange(0, WIDE)
     line = tl.arange(0, BQ)
-    ones = tl.full((KEYS, 16), 1.0, dtype=queries.dtype.element_ty)
+    ones = tl.full((BLOCK_KEYS, 16), 1.0, dtype=queries.dtype.element_ty)
     early: tl.constexpr = STAGES == 1
     work = tl.program_id(0)
-    item = items + work // KV_HEADS * _FIELDS
-    nodes = tl.load(item + 1)
-    row_at, start, stop, first = _where(item)
-    base, top, place_at = tl.load(item + 9), tl.load(item + 11), tl.load(item + 12)
-    slot, known, paged = _find(words, item, start, KEYS, PAGE, SHARED)
+    item = items + work // KV_HEADS * ITEM_SIZE
+    nodes = tl.load(item + ITEM_NUM_NODES)
+    row_at, start, stop, first = _run_of(item)
+    base, top, place_at = _place_of(item)
+    slot, known, paged = _find(words, item, start, BLOCK_KEYS, PAGE, SHARED)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -144,8 +174,8 @@ def attention_kernel(
         floor = place_at + node - window
         to = line
         if not SHARED:
-            to = line + tl.load(item + 13) * GROUP
-            limit = tl.where(tl.load(item + 3) == _LEVEL, limit - node, limit)
+            to = line + tl.load(item + ITEM_TILE_NODE) * GROUP
+            limit = tl.where(tl.load(item + ITEM_BLOCK_LIST) == SAME_LIMIT, limit - node, limit)
         row = row_at + node
         of_head = (head * GROUP + line % GROUP) * WIDE
         at = row.to(tl.int64) * (HEADS * WIDE) + of_head
@@ -155,18 +185,18 @@ def attention_kernel(
         mixed = tl.zeros((BQ, WIDE), dtype=tl.float32)
         for block in tl.range(start, stop, num_stages=STAGES):
             if not early:
-                slot, known, paged = _find(words, item, block, KEYS, PAGE, SHARED)
-            place = block * KEYS + lane
+                slot, known, paged = _find(words, item, block, BLOCK_KEYS, PAGE, SHARED)
+            place = block * BLOCK_KEYS + lane
             seen = place[None, :] < limit[:, None]
             if not SHARED:
                 seen = known[None, :] & (seen | ~paged)
             seen = seen & live[:, None] & (place[None, :] > floor[:, None])
-            entry = slot[:, None].to(tl.int64) * (KV_HEADS * WIDE) + head * WIDE + dims[None, :]
-            key = tl.load(keys + entry, mask=known[:, None], other=0.0)
-            value = tl.load(values + entry, mask=known[:, None], other=0.0)
+            kv = slot[:, None].to(tl.int64) * (KV_HEADS * WIDE) + head * WIDE + dims[None, :]
+            key = tl.load(keys + kv, mask=known[:, None], other=0.0)
+            value = tl.load(values + kv, mask=known[:, None], other=0.0)
             if early:
                 slot, known, paged = _find(
-                    words, item, tl.minimum(block + 1, stop - 1), KEYS, PAGE, SHARED
+                    words, item, tl.minimum(block + 1, stop - 1), BLOCK_KEYS, PAGE, SHARED
                 )
             scores = tl.dot(query, tl.trans(key)) * scale
             scores = tl.where(seen, scores, float("-inf"))
@@ -177,7 +207,7 @@ def attention_kernel(
             if SPLITS:
                 spot = ((base + block - first) * KV_HEADS + head).to(tl.int64)
                 ours = line >= 0
-                if not SHARED:  # other lines may be those of other programs
+                if not SHARED:  # other lines may belong to other programs
                     ours = live
                 tl.store(partial_peaks + spot * BQ + to, new_peak, mask=ours)
                 tl.store(partial_sums + spot * BQ + to, new_total, mask=ours)
@@ -188,15 +218,15 @@ def attention_kernel(
         done = not APART
         if SPLITS and not APART:
             tl.debug_barrier()
-            mine = tickets + tl.load(item + 10) * KV_HEADS + head
-            pieces = tl.load(item + 8)
-            done = tl.atomic_add(mine, 1, sem="acq_rel", scope="gpu") == pieces - 1
+            mine = counters + tl.load(item + ITEM_TILE) * KV_HEADS + head
+            runs = tl.load(item + ITEM_NUM_RUNS)
+            done = tl.atomic_add(mine, 1, sem="acq_rel", scope="gpu") == runs - 1
             if done:
                 if not SHARED:  # all nodes of the tile, not only those of this item
-                    nodes = tl.load(item + 15)
+                    nodes = tl.load(item + ITEM_TILE_NODES)
                     node = tl.minimum(line // GROUP, nodes - 1)
-                    live, row = line // GROUP < nodes, tl.load(item + 14) + node
-                count = tl.load(item + 7) - first
+                    live, row = line // GROUP < nodes, tl.load(item + ITEM_TILE_ROW) + node
+                count = tl.load(item + ITEM_TILE_STOP_BLOCK) - first
                 peak, total, mixed = _fold_all(peak, total, mixed, partial, partial_peaks,
                                                partial_sums, base, count, head, line, live,
                                                KV_HEADS, BQ, WIDE, FOLDS)  # fmt: skip
@@ -207,12 +237,18 @@ def attention_kernel(
             nodes *= 0
         else:
             work += PROGRAMS
-            item = items + work // KV_HEADS * _FIELDS
-            nodes = tl.load(item + 1)
-            row_at, start, stop, first = _where(item)
-            base, top, place_at = tl.load(item + 9), tl.load(item + 11), tl.load(item + 12)
+            item = items + work // KV_HEADS * ITEM_SIZE
+            nodes = tl.load(item + ITEM_NUM_NODES)
+            row_at, start, stop, first = _run_of(item)
+            base, top, place_at = _place_of(item)
             if early:
-                slot, known, paged = _find(words, item, start, KEYS, PAGE, SHARED)
+                slot, known, paged = _find(words, item, start, BLOCK_KEYS, PAGE, SHARED)
+
+
+@triton.jit
+def _partials_of(item, first):
+    """Where the partial results of an item's tile begin, and how many blocks they are of."""
+    return tl.load(item + ITEM_PARTIALS), tl.load(item + ITEM_TILE_STOP_BLOCK) - first
 
 
 @triton.jit
@@ -221,7 +257,7 @@ def fold_kernel(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WIDE: tl.constexpr, BQ: tl.constexpr,
     SLICE: tl.constexpr, PROGRAMS: tl.constexpr, FOLDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Folds what the programs of each tile left behind; its lines are shared out to programs.
+    """Folds the partial results of each tile; SLICE lines of it to a program.
 
     The next kernel may start at once: it waits for this one, which waits for the one before.
     """
@@ -230,15 +266,15 @@ def fold_kernel(
     part = work % slices * SLICE
     line = part + tl.arange(0, SLICE)
     work //= slices
-    item = items + work // KV_HEADS * _FIELDS
-    nodes = tl.load(item + 1)
-    row_at, start, _, first = _where(item)
-    base, count = tl.load(item + 9), tl.load(item + 7) - first
+    item = items + work // KV_HEADS * ITEM_SIZE
+    nodes = tl.load(item + ITEM_NUM_NODES)
+    row_at, start, _, first = _run_of(item)
+    base, count = _partials_of(item, first)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     while nodes > 0:
-        if (start == first) & (part < nodes * GROUP):  # a tile's first run stands for it
+        if (start == first) & (part < nodes * GROUP):  # once for each tile: by its first run
             head = work % KV_HEADS
             live = line // GROUP < nodes
             row = row_at + tl.minimum(line // GROUP, nodes - 1)
@@ -251,19 +287,19 @@ def fold_kernel(
             of_head = (head * GROUP + line % GROUP) * WIDE
             _store(out, mixed, total, row, live, of_head, ld_out, SLICE, WIDE)
         work += PROGRAMS
-        item = items + work // KV_HEADS * _FIELDS
-        nodes = tl.load(item + 1)
-        row_at, start, _, first = _where(item)
-        base, count = tl.load(item + 9), tl.load(item + 7) - first
+        item = items + work // KV_HEADS * ITEM_SIZE
+        nodes = tl.load(item + ITEM_NUM_NODES)
+        row_at, start, _, first = _run_of(item)
+        base, count = _partials_of(item, first)
 
 
 @triton.jit
 def embed_kernel(tokens, best, embedding, x, low, ld, width, WIDTH: tl.constexpr):
-    """Rows of the embedding as states, in both formats; see `steps.CHOSEN` for negative tokens."""
+    """Embedding rows as hidden states, in both formats; see PREVIOUS_TOKEN for negative tokens."""
     row = tl.program_id(0)
     token = tl.load(tokens + row)
-    if token <= _CHOSEN:
-        token = tl.load(best + (_CHOSEN - token))
+    if token <= PREVIOUS_TOKEN:
+        token = tl.load(best + (PREVIOUS_TOKEN - token))
     token = token.to(tl.int64)
     k = tl.arange(0, WIDTH)
     values = tl.load(embedding + token * width + k, mask=k < width, other=0.0)
@@ -274,7 +310,7 @@ def embed_kernel(tokens, best, embedding, x, low, ld, width, WIDTH: tl.constexpr
 
 @triton.jit
 def keep_kernel(x, slots, features, ld, ld_features, width, WIDTH: tl.constexpr):
-    """States beside the cache entries of their rows."""
+    """Stores hidden states x [rows, ld] next to the KV of their rows."""
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     k = tl.arange(0, WIDTH)
@@ -285,17 +321,17 @@ def keep_kernel(x, slots, features, ld, ld_features, width, WIDTH: tl.constexpr)
 SLICE = 16
 """Lines of a tile that a program of `fold_kernel` takes."""
 PARTIAL = 32 << 20
-"""Numbers that partial results may take."""
+"""How many floats partial results may take."""
 
 
-class Partials:
-    """Room for the partial results of blocks."""
+class AttentionPartials:
+    """Buffers for the partial results of blocks."""
 
     def __init__(self, device: torch.device) -> None:
         self.mixed = torch.zeros(PARTIAL, dtype=torch.float32, device=device)
         self.peaks = torch.zeros(PARTIAL // 16, dtype=torch.float32, device=device)
         self.sums = torch.zeros(PARTIAL // 16, dtype=torch.float32, device=device)
-        self.tickets = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
 def attend(
@@ -305,7 +341,7 @@ def attend(
     out: torch.Tensor,
     items: torch.Tensor,
     words: torch.Tensor,
-    room: Partials,
+    partials: AttentionPartials,
     *,
     heads: int,
     kv_heads: int,
@@ -316,27 +352,27 @@ def attend(
     programs: int,
     shared: bool,
     splits: bool,
-    deep: Pace,
+    load: ProgramLoad,
     page_size: int,
     pdl: bool,
 ) -> None:
-    """One layer's attention, as described by `words`; `rows` query rows to a tile."""
+    """One layer's attention; `words` is the metadata of the pass, `rows` the query rows of a tile."""
     extra = {"launch_pdl": True} if pdl else {}
     large = rows >= LARGE_TILE
     apart = large and splits and shared
-    warps = 4 if apart or (large and not splits) or (not large and deep is Pace.DEEP) else 8
+    warps = 4 if apart or (large and not splits) or (not large and load is ProgramLoad.DEEP) else 8
     folds = 2 if large else 5 if wide <= 64 else 9
     common: dict[str, Any] = {
         "GROUP": heads // kv_heads, "KV_HEADS": kv_heads, "WIDE": wide, "BQ": rows,
         "PROGRAMS": programs, "PDL": pdl, "enable_fp_fusion": False, **extra,
     }  # fmt: skip
-    left = room.mixed, room.peaks, room.sums
+    left = partials.mixed, partials.peaks, partials.sums
     attention_kernel[(programs,)](
-        queries, keys, values, out, items, words, *left, room.tickets,
+        queries, keys, values, out, items, words, *left, partials.counters,
         head**-0.5 * 1.4426950408889634, 1 << 30 if window is None else window, out.stride(0),
-        HEADS=heads, KEYS=KEYS, PAGE=page_size, SHARED=shared, SPLITS=splits,
+        HEADS=heads, BLOCK_KEYS=BLOCK_KEYS, PAGE=page_size, SHARED=shared, SPLITS=splits,
         STAGES=1 if splits and (apart or not large) else 2, FOLDS=folds, APART=apart,
-        ONCE=deep is Pace.ONCE, num_warps=warps, **common,
+        ONCE=load is ProgramLoad.ONCE, num_warps=warps, **common,
     )  # fmt: skip
     if apart:
         slices = rows // SLICE

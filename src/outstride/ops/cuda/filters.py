@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-"""Top-k, top-p and min-p on the card: one bar per row, and the last id that is let in at the bar.
+"""Top-k, top-p and min-p on the GPU: one threshold per row, and the last id admitted at it.
 
-Counts and masses above a few levels show between which two of them the bar lies, once more above a
-few between those, and then it is found by bisection among the ids in between. Where those are too
-many for that, or where top-k and top-p are asked for at once and the ids above top-k's bar are too
-many, the whole row is searched, slowly. Masses are whole numbers, as in `core.sampling`, so their
-sums need no order.
+Counts and masses above a few levels show between which two of them the threshold lies; a second round
+of levels narrows that down, and then it is found by bisection among the ids in between. Where those
+are too many, or where top-k and top-p are asked for at once and the ids above top-k's threshold are too
+many, the whole row is searched, slowly. Masses are integers, as in `core.sampling`, so their sums do
+not depend on the order.
 """
 
 from __future__ import annotations
@@ -14,33 +14,41 @@ import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
-from outstride.ops.cuda.layout import PLACES
+from outstride.ops.cuda.kernel_metadata import (
+    SAMPLING_FILTERED,
+    SAMPLING_LOG_MIN_P,
+    SAMPLING_SIZE,
+    SAMPLING_TEMPERATURE,
+    SAMPLING_TOP_K,
+    SAMPLING_TOP_P_HIGH,
+    SAMPLING_TOP_P_LOW,
+)
 from outstride.ops.cuda.noise import mass as mass_of
 from outstride.ops.cuda.noise import over
 from outstride.ops.cuda.noise import rank as rank_of
 
-_PLACES = tl.constexpr(PLACES)
-CANDIDATES = 8192
-"""The most among which a bar is searched quickly."""
+MAX_SEARCHED = 8192
+"""How many ids are searched quickly at most."""
 _LEVELS = tl.constexpr(8)
 """Levels of the first round."""
 _WIDE = tl.constexpr(16)
-"""Levels of the second round; in the first, there is the whole mass behind them."""
+"""Levels of the second round; in the first, the whole mass is stored after them."""
 _LOWEST = tl.constexpr(-2147483647)
 
 
 @triton.jit
 def _needed(top_p, total):
-    """The mass that top-p asks for."""
+    """The mass that top-p admits."""
     share = top_p * total.to(tl.float64)
     whole = share.to(tl.int64)
     return whole + (whole.to(tl.float64) < share).to(tl.int64)
 
 
 @triton.jit
-def _share(draw):
-    """A row's top-p, in the precision in which it was asked for."""
-    low, high = tl.load(draw + 10).to(tl.uint32), tl.load(draw + 11).to(tl.uint32)
+def _top_p(record):
+    """A row's top-p as float64."""
+    low = tl.load(record + SAMPLING_TOP_P_LOW).to(tl.uint32)
+    high = tl.load(record + SAMPLING_TOP_P_HIGH).to(tl.uint32)
     return ((high.to(tl.uint64) << 32) | low.to(tl.uint64)).to(tl.float64, bitcast=True)
 
 
@@ -54,9 +62,9 @@ def _edge(peak, high, low, level, ROUND: tl.constexpr):
 
 @triton.jit
 def _between(counts, masses, row, peak, high, low, by_count, top_k, top_p, ROUND: tl.constexpr):
-    """Between which levels the bar lies, what stands above, and how many ids stand in between.
+    """Between which levels the threshold lies, what is above, and how many ids are in between.
 
-    The last is the number of the lower level, or one too many if even the lowest is too high.
+    The last value is the number of the lower level, or one too many if even the lowest is too high.
     """
     levels: tl.constexpr = _WIDE if ROUND else _LEVELS
     level = tl.arange(0, _WIDE)
@@ -74,12 +82,12 @@ def _between(counts, masses, row, peak, high, low, by_count, top_k, top_p, ROUND
 
 @triton.jit
 def peak_kernel(
-    logits, draws, peaks, counts, masses, filled, ld, vocab,
+    logits, sampling, peaks, counts, masses, filled, ld, vocab,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of each chunk of a row; makes room for what is counted next."""
+    """The largest logit of each chunk of a row; clears the counters of the next kernels."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    if tl.load(draws + row * _PLACES + 9) != 0:
+    if tl.load(sampling + row * SAMPLING_SIZE + SAMPLING_FILTERED) != 0:
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits + row.to(tl.int64) * ld + ids, mask=ids < vocab, other=float("-inf"))
         tl.store(peaks + row * CHUNKS + chunk, tl.max(x, axis=0))
@@ -99,24 +107,24 @@ def _peak(peaks, row, temperature, CHUNKS: tl.constexpr, ROUND: tl.constexpr):
 
 @triton.jit
 def level_kernel(
-    logits, draws, peaks, counts, masses, ld, vocab,
+    logits, sampling, peaks, counts, masses, ld, vocab,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROUND: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
     """How many ids, and what mass, stand above each level; the first time, also the whole mass."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    draw = draws + row * _PLACES
-    if tl.load(draw + 9) != 0:
-        temperature = tl.load(draw).to(tl.float32, bitcast=True)
+    record = sampling + row * SAMPLING_SIZE
+    if tl.load(record + SAMPLING_FILTERED) != 0:
+        temperature = tl.load(record + SAMPLING_TEMPERATURE).to(tl.float32, bitcast=True)
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits + row.to(tl.int64) * ld + ids, mask=ids < vocab, other=float("-inf"))
         x = over(x, temperature, CHUNK)
         peak = _peak(peaks, row, temperature, CHUNKS, ROUND)
         high, low = peak, peak
         if SECOND:
-            top_k = tl.load(draw + 1)
+            top_k = tl.load(record + SAMPLING_TOP_K)
             by_count = (top_k > 0) & (top_k < vocab)
             high, low, _, _, _, _ = _between(counts, masses, row, peak, peak, peak, by_count,
-                                             top_k, _share(draw), 0)  # fmt: skip
+                                             top_k, _top_p(record), 0)  # fmt: skip
         mass = mass_of(x, peak)
         at = (row * 2 + SECOND) * _WIDE
         for level in tl.static_range(_WIDE if SECOND else _LEVELS):
@@ -132,7 +140,7 @@ def level_kernel(
 @triton.jit
 def _measure(row_logits, temperature, vocab, peak, cut, tie_cut, at, tie,
              CHUNK: tl.constexpr):  # fmt: skip
-    """How many ids, and what mass, stand at or above rank `at` (among those within the cut)."""
+    """How many ids, and what mass, are at or above rank `at` (among those within the cut)."""
     lane = tl.arange(0, CHUNK)
     count = tl.zeros((CHUNK,), dtype=tl.int32)
     mass = tl.zeros((CHUNK,), dtype=tl.int64)
@@ -151,7 +159,7 @@ def _measure(row_logits, temperature, vocab, peak, cut, tie_cut, at, tie,
 @triton.jit
 def _search_row(row_logits, temperature, vocab, peak, cut, tie_cut, want_count, want_mass,
                 CHUNK: tl.constexpr):  # fmt: skip
-    """The highest bar at which enough ids and mass stand above, and the last id admitted at it."""
+    """The highest threshold with enough ids and mass above it, and the last id admitted at it."""
     low, high = tl.full((), _LOWEST, tl.int64), rank_of(peak).to(tl.int64)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -160,21 +168,21 @@ def _search_row(row_logits, temperature, vocab, peak, cut, tie_cut, want_count, 
         enough = (count >= want_count) & (mass >= want_mass)
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
-    bar = low.to(tl.int32)
+    threshold = low.to(tl.int32)
     first, last = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32) + (vocab - 1)
     while first < last:
         middle = (first + last) // 2
-        count, mass = _measure(row_logits, temperature, vocab, peak, cut, tie_cut, bar, middle,
+        count, mass = _measure(row_logits, temperature, vocab, peak, cut, tie_cut, threshold, middle,
                                CHUNK)  # fmt: skip
         enough = (count >= want_count) & (mass >= want_mass)
         last = tl.where(enough, middle, last)
         first = tl.where(enough, first, middle + 1)
-    return bar, last
+    return threshold, last
 
 
 @triton.jit
 def _search_few(rank, ids, mass, within, low, high, vocab, want_count, want_mass):
-    """The same among candidates; all of them together are enough."""
+    """The same search among some ids, all of which together are enough."""
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -183,34 +191,34 @@ def _search_few(rank, ids, mass, within, low, high, vocab, want_count, want_mass
         enough = (count >= want_count) & (tl.sum(tl.where(above, mass, 0), axis=0) >= want_mass)
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
-    bar = low.to(tl.int32)
+    threshold = low.to(tl.int32)
     first = tl.full((), 0, tl.int32)
     last = tl.full((), 0, tl.int32) + (vocab - 1)
-    if tl.sum((within & (rank == bar)).to(tl.int32), axis=0) == 1:
+    if tl.sum((within & (rank == threshold)).to(tl.int32), axis=0) == 1:
         first = last
     while first < last:
         middle = (first + last) // 2
-        above = within & ((rank > bar) | ((rank == bar) & (ids <= middle)))
+        above = within & ((rank > threshold) | ((rank == threshold) & (ids <= middle)))
         count = tl.sum(above.to(tl.int32), axis=0)
         enough = (count >= want_count) & (tl.sum(tl.where(above, mass, 0), axis=0) >= want_mass)
         last = tl.where(enough, middle, last)
         first = tl.where(enough, first, middle + 1)
-    return bar, last
+    return threshold, last
 
 
 @triton.jit
 def filter_kernel(
-    logits, draws, bars, peaks, counts, masses, found, found_ids, filled, tickets, ld, vocab,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROUND: tl.constexpr, MOST: tl.constexpr,
+    logits, sampling, thresholds, peaks, counts, masses, found, found_ids, filled, counters, ld, vocab,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROUND: tl.constexpr, MAX_IDS: tl.constexpr,
 ):  # fmt: skip
-    """Top-k, top-p and min-p as one bar per row: collects candidates; the last program searches."""
+    """Top-k, top-p and min-p as one threshold per row: collects ids; the last program searches."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    draw = draws + row * _PLACES
-    if tl.load(draw + 9) != 0:
-        temperature = tl.load(draw).to(tl.float32, bitcast=True)
-        top_k = tl.load(draw + 1)
-        top_p = _share(draw)
-        log_min_p = tl.load(draw + 3).to(tl.float32, bitcast=True)
+    record = sampling + row * SAMPLING_SIZE
+    if tl.load(record + SAMPLING_FILTERED) != 0:
+        temperature = tl.load(record + SAMPLING_TEMPERATURE).to(tl.float32, bitcast=True)
+        top_k = tl.load(record + SAMPLING_TOP_K)
+        top_p = _top_p(record)
+        log_min_p = tl.load(record + SAMPLING_LOG_MIN_P).to(tl.float32, bitcast=True)
         by_count, by_mass = (top_k > 0) & (top_k < vocab), top_p < 1.0
         mine = logits + row.to(tl.int64) * ld
         peak = _peak(peaks, row, temperature, CHUNKS, ROUND)
@@ -219,7 +227,7 @@ def filter_kernel(
             counts, masses, row, peak, peak, peak, by_count, top_k, top_p, 0
         )
         roof = tl.full((), float("inf"), tl.float32)
-        if (size > MOST) & (first < _LEVELS) & ~(by_count & by_mass):
+        if (size > MAX_IDS) & (first < _LEVELS) & ~(by_count & by_mass):
             before, mass_before, edge = above, mass_above, first
             roof, low, above, mass_above, size, second = _between(
                 counts, masses, row, peak, high, low, by_count, top_k, top_p, 1
@@ -230,7 +238,7 @@ def filter_kernel(
             size -= above
         else:
             above, mass_above = tl.zeros_like(above), tl.zeros_like(mass_above)
-        quick = (first < _LEVELS) & (size <= MOST)
+        quick = (first < _LEVELS) & (size <= MAX_IDS)
         if quick & (by_count | by_mass):
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
             x = tl.load(mine + ids, mask=ids < vocab, other=float("-inf"))
@@ -238,81 +246,87 @@ def filter_kernel(
             within = (x >= low) & (x < roof)
             place = tl.cumsum(within.to(tl.int32), axis=0) - 1
             here = tl.sum(within.to(tl.int32), axis=0)
-            at = row * MOST + tl.atomic_add(filled + row, here) + place
+            at = row * MAX_IDS + tl.atomic_add(filled + row, here) + place
             tl.store(found + at, x, mask=within)
             tl.store(found_ids + at, ids, mask=within)
         tl.debug_barrier()
-        if tl.atomic_add(tickets + row, 1, sem="acq_rel", scope="gpu") == CHUNKS - 1:
-            tl.store(tickets + row, 0)
-            bar, tie = tl.full((), _LOWEST, tl.int32), tl.full((), 0, tl.int32) + vocab
+        if tl.atomic_add(counters + row, 1, sem="acq_rel", scope="gpu") == CHUNKS - 1:
+            tl.store(counters + row, 0)
+            threshold, tie = tl.full((), _LOWEST, tl.int32), tl.full((), 0, tl.int32) + vocab
             nothing = tl.full((), 0, tl.int64)
             if by_count | by_mass:
                 if quick:
-                    lane = tl.arange(0, MOST)
+                    lane = tl.arange(0, MAX_IDS)
                     within = lane < size
-                    at = row * MOST + lane
+                    at = row * MAX_IDS + lane
                     x = tl.load(found + at, mask=within, other=float("-inf"),
                                 cache_modifier=".cg")  # fmt: skip
                     ids = tl.load(found_ids + at, mask=within, other=vocab, cache_modifier=".cg")
                     rank, held = rank_of(x), tl.where(within, mass_of(x, peak), 0)
-                    least, most = rank_of(low), rank_of(tl.minimum(roof, peak))
+                    floor, top = rank_of(low), rank_of(tl.minimum(roof, peak))
                     if by_count:
-                        bar, tie = _search_few(rank, ids, held, within, least, most, vocab,
+                        threshold, tie = _search_few(rank, ids, held, within, floor, top, vocab,
                                                top_k - above, nothing)  # fmt: skip
-                        within = within & ((rank > bar) | ((rank == bar) & (ids <= tie)))
+                        within = within & (
+                            (rank > threshold) | ((rank == threshold) & (ids <= tie))
+                        )
                         total = tl.sum(tl.where(within, held, 0), axis=0)
                     if by_mass:
-                        bar, tie = _search_few(rank, ids, held, within, least, most, vocab, 1,
+                        threshold, tie = _search_few(rank, ids, held, within, floor, top, vocab, 1,
                                                _needed(top_p, total) - mass_above)  # fmt: skip
                 else:
                     if by_count:
-                        bar, tie = _search_row(mine, temperature, vocab, peak, bar, tie, top_k,
-                                               nothing, CHUNK)  # fmt: skip
+                        threshold, tie = _search_row(
+                            mine, temperature, vocab, peak, threshold, tie, top_k, nothing, CHUNK
+                        )
                     if by_mass:
-                        _, total = _measure(mine, temperature, vocab, peak, bar, tie, bar, tie,
-                                            CHUNK)  # fmt: skip
-                        bar, tie = _search_row(mine, temperature, vocab, peak, bar, tie, 1,
-                                               _needed(top_p, total), CHUNK)  # fmt: skip
+                        _, total = _measure(
+                            mine, temperature, vocab, peak, threshold, tie, threshold, tie, CHUNK
+                        )
+                        threshold, tie = _search_row(
+                            mine, temperature, vocab, peak, threshold, tie, 1,
+                            _needed(top_p, total), CHUNK,
+                        )  # fmt: skip
             if log_min_p > float("-inf"):
-                least = rank_of(peak + log_min_p)
-                if least > bar:
-                    bar, tie = least, tl.full((), 0, tl.int32) + vocab
-            tl.store(bars + row * 2, bar)
-            tl.store(bars + row * 2 + 1, tie)
+                floor = rank_of(peak + log_min_p)
+                if floor > threshold:
+                    threshold, tie = floor, tl.full((), 0, tl.int32) + vocab
+            tl.store(thresholds + row * 2, threshold)
+            tl.store(thresholds + row * 2 + 1, tie)
 
 
-class Filters:
-    """Room for the filters of some rows of logits."""
+class SamplingFilters:
+    """Buffers for the filters of [rows, vocab] logits."""
 
     def __init__(self, device: torch.device, rows: int, vocab: int, chunk: int) -> None:
-        def room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.vocab, self.chunk, self.chunks = vocab, chunk, -(-vocab // chunk)
-        self.bars = room(rows, 2)
-        self._tickets = room(rows)
-        self._peaks = room(rows * self.chunks, dtype=torch.float32)
-        self._counts, self._filled = room(rows, 2 * _WIDE.value), room(rows)
-        self._masses = room(rows, 2 * _WIDE.value, dtype=torch.int64)
-        self._found = room(rows, CANDIDATES, dtype=torch.float32)
-        self._found_ids = room(rows, CANDIDATES)
+        self.thresholds = zeros(rows, 2)
+        self._counters = zeros(rows)
+        self._peaks = zeros(rows * self.chunks, dtype=torch.float32)
+        self._counts, self._filled = zeros(rows, 2 * _WIDE.value), zeros(rows)
+        self._masses = zeros(rows, 2 * _WIDE.value, dtype=torch.int64)
+        self._found = zeros(rows, MAX_SEARCHED, dtype=torch.float32)
+        self._found_ids = zeros(rows, MAX_SEARCHED)
 
-    def find(self, logits: torch.Tensor, draws: torch.Tensor, rows: int) -> None:
-        """Fills `bars` for the first rows of logits."""
+    def find(self, logits: torch.Tensor, sampling: torch.Tensor, rows: int) -> None:
+        """Fills `thresholds` for the first rows of logits."""
         grid, ld = (rows, self.chunks), logits.stride(0)
         sizes = {"CHUNK": self.chunk, "CHUNKS": self.chunks, "enable_fp_fusion": False}
         rounded = triton.next_power_of_2(self.chunks)
         peak_kernel[grid](
-            logits, draws, self._peaks, self._counts, self._masses, self._filled, ld,
+            logits, sampling, self._peaks, self._counts, self._masses, self._filled, ld,
             self.vocab, num_warps=8, **sizes,
         )  # fmt: skip
         for second in (False, True):
             level_kernel[grid](
-                logits, draws, self._peaks, self._counts, self._masses, ld, self.vocab,
+                logits, sampling, self._peaks, self._counts, self._masses, ld, self.vocab,
                 ROUND=rounded, SECOND=second, num_warps=8, **sizes,
             )  # fmt: skip
         filter_kernel[grid](
-            logits, draws, self.bars, self._peaks, self._counts, self._masses, self._found,
-            self._found_ids, self._filled, self._tickets, ld, self.vocab,
-            ROUND=rounded, MOST=CANDIDATES, num_warps=16, **sizes,
+            logits, sampling, self.thresholds, self._peaks, self._counts, self._masses, self._found,
+            self._found_ids, self._filled, self._counters, ld, self.vocab,
+            ROUND=rounded, MAX_IDS=MAX_SEARCHED, num_warps=16, **sizes,
         )  # fmt: skip

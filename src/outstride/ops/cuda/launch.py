@@ -1,4 +1,4 @@
-"""`Launcher`: starts whole passes, replayed from recordings once they have been seen."""
+"""`PassLauncher`: launches whole passes, from CUDA graphs once they have been seen before."""
 
 from __future__ import annotations
 
@@ -10,189 +10,223 @@ import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
 
 from outstride.ops.contract import Span
-from outstride.ops.cuda.back import move_back
-from outstride.ops.cuda.head import Head, Kind, Rows
-from outstride.ops.cuda.layout import SIZES, Layout, Words
-from outstride.ops.cuda.moves import Entries
-from outstride.ops.cuda.steps import Steps
-from outstride.ops.cuda.tiles import Describer
-from outstride.ops.cuda.transfer import Recording, Ring
+from outstride.ops.cuda.batch_metadata import BatchMetadata
+from outstride.ops.cuda.cuda_graph import CudaGraph
+from outstride.ops.cuda.host_io import MetadataRing
+from outstride.ops.cuda.kv_cache import DeviceKVCache
+from outstride.ops.cuda.lm_head import DeviceLMHead, HiddenRows, SamplingKernels
+from outstride.ops.cuda.metadata import ROW_SIZES, Int32Array
+from outstride.ops.cuda.metadata_builder import MetadataBuilder
+from outstride.ops.cuda.run_ahead.decode_steps import DecodeSteps
+from outstride.ops.cuda.run_ahead.realign import realign
 
-WORDS = 1 << 16
-"""Room for the words of a pass, at first."""
-RECORDED = 1024
-"""Passes of up to so many rows are recorded: of larger ones, handing them over takes no time."""
+METADATA_SIZE = 1 << 16
+"""Words of the metadata buffer, at first."""
+MAX_GRAPH_ROWS = 1024
+"""Passes of at most this many rows are captured: launching larger ones takes no time in comparison."""
 
 
 @dataclass(slots=True)
-class Batch:
-    """A pass."""
+class CudaBatch:
+    """The spans of one pass, and its metadata, made when it is needed."""
 
     spans: Sequence[Span]
     windows: tuple[int | None, ...]
     rows: int
     """Padded."""
     mixtures: bool
-    steps: Steps | None = None
-    layout: Layout | None = None
+    steps: DecodeSteps | None = None
+    """Set if each span is one step of a sequence."""
+    metadata: BatchMetadata | None = None
 
-    def layout_for(self, describe: Describer) -> Layout:
-        """The description, made when it is needed."""
-        if self.layout is None:
-            card = describe.card
-            self.steps = Steps.of(self.spans, card.page_size) if self.rows <= SIZES[-1] else None
+    def metadata_from(self, build: MetadataBuilder) -> BatchMetadata:
+        """The metadata of the pass."""
+        if self.metadata is None:
+            geometry = build.geometry
+            if self.rows <= ROW_SIZES[-1]:
+                self.steps = DecodeSteps.of(self.spans, geometry.page_size)
             if self.steps is not None and len(self.steps) > 1:
-                self.layout = self.steps.layout(self.windows, self.rows, card)
+                self.metadata = self.steps.metadata(self.windows, self.rows, geometry)
             else:
-                self.layout = describe(self.spans, self.windows, self.rows)
-        return self.layout
+                self.metadata = build(self.spans, self.windows, self.rows)
+        return self.metadata
 
 
 @dataclass(frozen=True, slots=True)
-class Deferred:
-    """A whole pass that waits for what is wanted of it."""
+class DeferredPass:
+    """A whole pass that is launched when the LM head is asked for its scores."""
 
-    layers: Callable[[], Rows]
-    batch: Batch
-    whole: tuple[int, int]
+    layers: Callable[[], HiddenRows]
+    """Launches the layers."""
+    batch: CudaBatch
+    layer_range: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Back:
-    """That a pass is moved back by the card before it begins (see `relay`)."""
+class Realignment:
+    """What a pass needs that the GPU moves before it begins (see `run_ahead.realign`)."""
 
     best: torch.Tensor
+    """The tokens that the target sampled last."""
     drafted: torch.Tensor
+    """The chain that was drafted last."""
     draft: bool
+    """Whether it is the draft head's pass."""
 
 
-class Launcher:
-    """The words of passes, and their recordings."""
+class PassLauncher:
+    """The metadata buffer of passes, and their CUDA graphs."""
 
     def __init__(
-        self, device: torch.device, entries: Entries, page_size: int, *, graphs: bool
+        self,
+        device: torch.device,
+        cache: DeviceKVCache,
+        build_metadata: MetadataBuilder,
+        *,
+        graphs: bool,
     ) -> None:
-        self.words = Ring(device, WORDS)
-        self.under_way = False
-        """Whether a whole pass is being launched, or recorded, at this moment."""
-        self.recording: Recording | None = None
-        self._device, self._entries, self._page_size = device, entries, page_size
-        self._wanted = graphs
+        self.ring = MetadataRing(device, METADATA_SIZE)
+        self.launching = False
+        """Whether a whole pass is being launched, or captured, at this moment."""
+        self.capturing: CudaGraph | None = None
+        """The graph that is being captured, if it may be cut."""
+        self._device, self._cache, self._build_metadata = device, cache, build_metadata
+        self._use_graphs = graphs
         self._state = torch.zeros(2, dtype=torch.int32, device=device)
-        self._graphs: dict[Any, Recording] = {}
+        self._graphs: dict[Any, CudaGraph] = {}
         self._seen: set[Any] = set()
 
     def clear(self) -> None:
-        """Makes recordings void: buffers or weights are others now."""
+        """Drops all CUDA graphs: buffers or weights have changed."""
         self._drop()
         self._seen.clear()
 
     def _drop(self) -> None:
-        for recording in self._graphs.values():
-            recording.void = True
+        for graph in self._graphs.values():
+            graph.void = True
         self._graphs.clear()
 
-    def fit(self, layout: Layout) -> Layout:
-        """Makes room for the words of a pass."""
-        if len(layout.words) > len(self.words):
-            self.words.settle()  # its memory goes to somebody else
-            self.words = Ring(self._device, triton.next_power_of_2(len(layout.words)))
-            self._drop()
-        return layout
+    @property
+    def words(self) -> torch.Tensor:
+        """The metadata of the current pass, on the GPU."""
+        return self.ring.words
 
-    def recorded(self, layout: Layout, whole: tuple[int, int], kind: Kind) -> Recording | None:
-        """The recording of a pass all of whose rows are scored, that is launched behind another."""
-        if len(layout.words) > len(self.words):
+    def metadata_of(self, batch: CudaBatch) -> BatchMetadata:
+        """The metadata of a pass; makes the buffers large enough for it."""
+        return self.fit(batch.metadata_from(self._build_metadata))
+
+    def fit(self, metadata: BatchMetadata) -> BatchMetadata:
+        """Makes the buffers large enough for the metadata of a pass."""
+        if len(metadata.words) > len(self.ring):
+            self.ring.synchronize()  # its memory is reused
+            self.ring = MetadataRing(self._device, triton.next_power_of_2(len(metadata.words)))
+            self._drop()
+        return metadata
+
+    def captured(
+        self, metadata: BatchMetadata, layer_range: tuple[int, int], kernels: SamplingKernels
+    ) -> CudaGraph | None:
+        """The graph of a pass all of whose rows are scored, and that is launched after another."""
+        if len(metadata.words) > len(self.ring):
             return None
-        return self._graphs.get(_key(layout, whole, layout.rows, kind, False, False, None))
+        key = _key(metadata, layer_range, metadata.rows, kernels, False, False, None)
+        return self._graphs.get(key)
 
     def start(
         self,
-        layout: Layout,
-        deferred: Deferred,
+        metadata: BatchMetadata,
+        deferred: DeferredPass,
         rows: int,
-        kind: Kind,
-        head: Head,
+        kernels: SamplingKernels,
+        head: DeviceLMHead,
         *,
         cut: bool = True,
-        back: Back | None = None,
-    ) -> Recording | None:
-        """Starts a whole pass and `rows` rows of its head: replayed, once it has been recorded.
+        realignment: Realignment | None = None,
+    ) -> CudaGraph | None:
+        """Launches a whole pass and `rows` rows of the LM head: from a graph, once it is captured.
 
-        Returns what was replayed, for the same pass `again`.
-        cut: the card has nothing else to do while the pass is handed to it.
+        Returns the graph, for `replay` of the same pass later.
+        cut: the GPU has nothing else to do while the pass is handed to it.
         """
-        moves = self._entries.enter(layout.words)
+        moves = self._cache.write_moves(metadata.words)
 
-        def work(recording: Recording | None = None) -> None:
-            words = self.words.words
-            self.words.fetch()
-            self.under_way, self.recording = True, recording if cut else None
+        def work(graph: CudaGraph | None = None) -> None:
+            self.ring.fetch()
+            self.launching, self.capturing = True, graph if cut else None
             try:
                 if moves:
-                    self._entries.launch(words)
-                if back is not None:
-                    move_back(
-                        words, back.best, back.drafted, self._state, layout, self._page_size,
-                        draft=back.draft,
+                    self._cache.launch(self.words)
+                if realignment is not None:
+                    realign(
+                        self.words, realignment.best, realignment.drafted, self._state, metadata,
+                        self._build_metadata.geometry.page_size, draft=realignment.draft,
                     )  # fmt: skip
-                deferred.batch.layout = layout
+                deferred.batch.metadata = metadata
                 left = deferred.layers()
             finally:
-                self.under_way, self.recording = False, None
+                self.launching, self.capturing = False, None
             if rows:
-                head.launch(left.low, rows, kind, words, layout.head_at, layout.head_rows)
+                head.launch(left.low, rows, kernels, self.words, metadata.head_at,
+                            metadata.sampling_at)  # fmt: skip
 
-        self.words.post(layout.words)
+        self.ring.post(metadata.words)
         try:
-            if not self._wanted or layout.rows > RECORDED:
+            if not self._use_graphs or metadata.rows > MAX_GRAPH_ROWS:
                 work()
                 return None
-            key = _key(layout, deferred.whole, rows, kind, cut, moves, back)
-            if key not in self._seen:  # compiles what is missing
+            key = _key(metadata, deferred.layer_range, rows, kernels, cut, moves, realignment)
+            if key not in self._seen:  # compiles kernels
                 self._seen.add(key)
                 work()
                 return None
             if key not in self._graphs:
-                self._graphs[key] = Recording(work)
+                self._graphs[key] = CudaGraph(work)
             self._graphs[key].replay()
             return self._graphs[key]
         except BaseException:
-            self.words.realign()
+            self.ring.realign()
             raise
 
-    def again(self, recording: Recording | None, words: Words) -> bool:
-        """Replays a pass with other words; recorded, as it has to be now, with moves or without."""
-        if recording is None or recording.void or len(words) > len(self.words):
+    def replay(self, graph: CudaGraph | None, words: Int32Array) -> bool:
+        """Replays a pass with other metadata; False if it cannot, and must be started.
+
+        The graph was captured with copies of KV before the pass if there are some now.
+        """
+        if graph is None or graph.void or len(words) > len(self.ring):
             return False
-        self._entries.enter(words)
-        self.words.post(words)
-        recording.replay()
+        self._cache.write_moves(words)
+        self.ring.post(words)
+        graph.replay()
         return True
 
 
 def _key(
-    layout: Layout,
-    whole: tuple[int, int],
-    head: int,
-    kind: Kind,
+    metadata: BatchMetadata,
+    layer_range: tuple[int, int],
+    head_rows: int,
+    kernels: SamplingKernels,
     cut: bool,
     moves: bool,
-    back: Back | None,
+    realignment: Realignment | None,
 ) -> Any:
-    """What recorded passes differ in; those that are moved back, in whose chain they read, too."""
+    """What captured passes differ in; realigned ones also in the buffers that they read."""
+    buffers = realignment and (
+        realignment.draft,
+        realignment.best.data_ptr(),
+        realignment.drafted.data_ptr(),
+    )
     return (
-        whole,
-        layout.rows,
-        layout.tile,
-        layout.shared,
-        layout.splits,
-        layout.programs,
-        layout.deep,
-        layout.windows,
-        head,
-        kind,
+        layer_range,
+        metadata.rows,
+        metadata.tile,
+        metadata.paged,
+        metadata.splits,
+        metadata.programs,
+        metadata.load,
+        metadata.windows,
+        head_rows,
+        kernels,
         cut,
         moves,
-        back and (back.draft, back.best.data_ptr(), back.drafted.data_ptr()),
+        buffers,
     )

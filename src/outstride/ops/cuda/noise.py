@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-"""The arithmetic of `core.sampling` on the card, bit for bit.
+"""The arithmetic of `core.sampling` on the GPU, bit for bit.
 
-Philox, logarithms and powers are the same operations in the same order as there, with no fused
+Philox, logarithms and powers are the same operations in the same order, without fused
 multiplications.
 """
 
@@ -113,4 +113,5 @@ def unrank(place):
 
 @triton.jit
 def over(x, temperature, WIDTH: tl.constexpr):
+    """x [WIDTH] divided by the temperature, rounded to nearest."""
     return tl.math.div_rn(x, tl.full((WIDTH,), 1.0, tl.float32) * temperature)

@@ -1,4 +1,4 @@
-"""`Layer`: the weights of a layer, laid out as the kernels read them."""
+"""`PackedLayer`: the weights of a layer, laid out as the kernels read them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-from outstride.ops.contract import LayerWeights, Shape
-from outstride.ops.cuda.matrices import Matrix
+from outstride.ops.cuda.matrices import PackedMatrix
+from outstride.ops.weights import LayerWeights, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """Queries, keys and values by padded heads; the halves that turn, and gate and up, in pairs."""
+class PackedLayer:
+    """Queries, keys and values by padded heads; halves that RoPE rotates, and gate and up, in pairs."""
 
-    qkv: Matrix
-    output: Matrix
-    gate_up: Matrix
-    down: Matrix
+    qkv: PackedMatrix
+    output: PackedMatrix
+    gate_up: PackedMatrix
+    down: PackedMatrix
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
 
@@ -26,22 +26,22 @@ class Layer:
     def pack(
         cls,
         layer: LayerWeights,
-        shape: Shape,
-        wide: int,
+        shape: ModelShape,
+        head_width: int,
         device: torch.device,
         dtype: torch.dtype,
-    ) -> Layer:
-        """Takes a layer over; `wide` is the padded size of a head."""
-        size, turned = shape.head_dim, shape.heads + shape.kv_heads
+    ) -> PackedLayer:
+        """Takes a layer over; `head_width` is the padded size of a head."""
+        size, rotated = shape.head_dim, shape.heads + shape.kv_heads
         pairs = torch.stack([torch.arange(size // 2), torch.arange(size // 2) + size // 2], dim=1)
 
         def by_head(rows: torch.Tensor) -> torch.Tensor:
-            """Each head padded, the halves that turn against each other made neighbours."""
+            """Each head padded, the halves that RoPE rotates against each other made neighbours."""
             heads = rows.reshape(-1, size, *rows.shape[1:])
             order = pairs.reshape(-1).to(rows.device)
-            padded = rows.new_zeros(len(heads), wide, *rows.shape[1:])
-            padded[:turned, :size] = heads[:turned].index_select(1, order)
-            padded[turned:, :size] = heads[turned:]
+            padded = rows.new_zeros(len(heads), head_width, *rows.shape[1:])
+            padded[:rotated, :size] = heads[:rotated].index_select(1, order)
+            padded[rotated:, :size] = heads[rotated:]
             return padded.flatten(0, 1)
 
         def paired(rows: torch.Tensor) -> torch.Tensor:
@@ -59,12 +59,12 @@ class Layer:
 
         def matrix(
             weight: torch.Tensor, bias: torch.Tensor | None, before: torch.Tensor | None
-        ) -> Matrix:
-            return Matrix.pack(weight, bias, before, device, dtype)
+        ) -> PackedMatrix:
+            return PackedMatrix.pack(weight, bias, before, device, dtype)
 
         mixed = layer.output.unflatten(1, (shape.heads, size))
-        if wide != size:
-            mixed = torch.nn.functional.pad(mixed, (0, wide - size))
+        if head_width != size:
+            mixed = torch.nn.functional.pad(mixed, (0, head_width - size))
         return cls(
             qkv=matrix(by_head(layer.qkv), maybe(by_head, layer.qkv_bias), layer.attention_norm),
             output=matrix(mixed.flatten(1), layer.output_bias, None),
