@@ -1,10 +1,10 @@
-"""The program: its arguments, its commands, and the one place where errors become exit codes.
+"""The program: its commands, and the one place where errors become exit codes.
 
 0    done
-1    an error of the package, a file that cannot be read, or a proof that failed
-2    the command line itself is wrong, or nothing could be proved
+1    an error of the package, a file that cannot be read, or a failed `prove`
+2    the command line is wrong, or `prove` had nothing to compare
 130  interrupted by Ctrl-C
-141  whoever read the output went away
+141  the reader of the output closed the pipe
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = argparse.ArgumentParser(
         prog="outstride",
-        description="Parallel text generation: same model, same seed, same text, fewer passes.",
+        description="Speculative decoding and parallel text generation: same model, same seed, "
+        "same text, fewer forward passes.",
         epilog="Set OUTSTRIDE_DEBUG=1 to see the traceback of an error.",
         allow_abbrev=False,
     )
@@ -69,16 +70,16 @@ def main(argv: Sequence[str] | None = None, *, context: Context | None = None) -
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        _let_go_of_stdout()
+        _detach_stdout()
         return BROKEN_PIPE
     except Exception as error:
         if screen.debugging():
             raise
-        screen.complain(error)
+        screen.report_error(error)
         return FAILED
 
 
-def _let_go_of_stdout() -> None:
-    """Python flushes standard output when it ends, which would complain about the pipe again."""
-    with suppress(OSError, ValueError):  # standard output may be no file at all
+def _detach_stdout() -> None:
+    """Redirects standard output to nowhere, since Python would fail again when it flushes at exit."""
+    with suppress(OSError, ValueError):  # standard output may not be a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

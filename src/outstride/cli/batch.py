@@ -1,4 +1,4 @@
-"""`outstride batch`: files of requests, answered without a server."""
+"""`outstride batch`: runs a file of requests offline, without a server."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ def add(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "batch",
-        help="answer a file of requests",
-        description="Answers the requests of an OpenAI batch file. A run that broke off goes on where "
-        "it was when it is started again with the same files.",
+        help="run a file of requests offline",
+        description="Answers the requests of an OpenAI batch file. An interrupted run continues "
+        "where it stopped when it is started again with the same files.",
         allow_abbrev=False,
     )
-    parser.add_argument("input", type=Path, metavar="IN.jsonl", help="requests, one on each line")
-    parser.add_argument("output", type=Path, metavar="OUT.jsonl", help="where the answers go")
+    parser.add_argument(
+        "input", type=Path, metavar="IN.jsonl", help="requests, one JSON object per line"
+    )
+    parser.add_argument(
+        "output", type=Path, metavar="OUT.jsonl", help="file that the answers are written to"
+    )
     add_model_options(parser)
     add_adapter_option(parser)
     add_engine_options(parser)
@@ -31,17 +35,17 @@ def add(commands: Any) -> None:
 
 
 class _Progress:
-    """A line on standard error, redrawn on a terminal and written now and then elsewhere."""
+    """A progress line on standard error: redrawn on a terminal, every ten seconds elsewhere."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
-        self._started = self._told = time.monotonic()
+        self._started = self._shown = time.monotonic()
 
     def __call__(self, done: int, total: int, tokens: int) -> None:
         now = time.monotonic()
-        if done < total and now - self._told < (0.2 if self._terminal else 10.0):
+        if done < total and now - self._shown < (0.2 if self._terminal else 10.0):
             return
-        self._told = now
+        self._shown = now
         rate = tokens / max(now - self._started, 1e-9)
         end = "\r" if self._terminal and done < total else "\n"
         text = f"{done} of {total} answered, {tokens} tokens, {rate:.0f} tok/s"
@@ -49,8 +53,8 @@ class _Progress:
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
-    """Answers the file."""
-    del context  # the engine has a process of its own, which loads the model itself
+    """Runs the file; 1 if requests failed."""
+    del context  # the engine process loads the model itself
     from outstride.models.load import locate
     from outstride.serve import batch
 
@@ -60,5 +64,5 @@ def run(args: argparse.Namespace, context: Context) -> int:
     locate(args.model)
     failed = asyncio.run(batch.run(settings, lines, args.output, _Progress()))
     if failed:
-        print(f"{failed} requests failed; their answers say why", file=sys.stderr)
+        print(f"{failed} requests failed; their lines in the output say why", file=sys.stderr)
     return 1 if failed else 0

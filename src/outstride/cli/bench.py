@@ -1,4 +1,4 @@
-"""`outstride bench …`: measurements, as tables for people and one JSON object at the end."""
+"""`outstride bench …`: benchmarks, printed as tables and one JSON object."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ KINDS = (
 
 
 def add(commands: Any) -> None:
-    """Adds the command and its own commands."""
+    """Adds the command and its subcommands."""
     parser = commands.add_parser(
-        "bench", help="measure", description="Measurements.", allow_abbrev=False
+        "bench", help="benchmarks", description="Benchmarks.", allow_abbrev=False
     )
     parser.set_defaults(action=lambda _args, _context: _choose(parser))
     kinds = parser.add_subparsers(metavar="WHAT", dest="what")

@@ -1,4 +1,4 @@
-"""`outstride bench all` and `outstride bench report`: every part, and one page about them."""
+"""`outstride bench all` and `outstride bench report`: all benchmarks, and one page about them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outstride.cli.outcome import INTERRUPTED
 from outstride.errors import OutstrideError
 
 if TYPE_CHECKING:
-    from outstride.bench.suite import Part
+    from outstride.bench.suite import SuitePart
 
 FOLDER = "bench/results"
 
@@ -23,11 +23,11 @@ def add(kinds: Any) -> None:
     """Adds the commands."""
     whole = kinds.add_parser(
         "all",
-        help="everything, one behind the other, and a page about it",
-        description="Runs every bench in a process of its own, writes a result file for each and "
-        "report.html, which needs nothing but a browser. A part that fails is named and left out; "
-        "after Ctrl-C the page shows what was measured until then. Results of other parts that lie in "
-        "the folder stay, and are shown too.",
+        help="all benchmarks, and a page with their results",
+        description="Runs every benchmark in a process of its own, writes a result file for each and "
+        "a self-contained report.html. A part that fails is named and left out; after Ctrl-C the page "
+        "shows what was measured until then. Results of other parts in the folder are kept and shown "
+        "too.",
         allow_abbrev=False,
     )
     add_model_options(whole)
@@ -35,24 +35,24 @@ def add(kinds: Any) -> None:
         "--folder", type=Path, default=Path(FOLDER), help=f"where to write (default {FOLDER})"
     )
     whole.add_argument(
-        "--quick", action="store_true", help="little of everything, to see whether it works"
+        "--quick", action="store_true", help="small runs of every part, to see whether they work"
     )
     whole.add_argument("--only", default="", metavar="NAMES", help="only these parts")
-    whole.add_argument("--gsm8k", metavar="FILE", help="questions for the part on quality")
-    whole.add_argument("--humaneval", metavar="FILE", help="functions for the part on quality")
+    whole.add_argument("--gsm8k", metavar="FILE", help="questions for the quality part")
+    whole.add_argument("--humaneval", metavar="FILE", help="functions for the quality part")
     whole.add_argument(
         "--quality-methods",
         default="auto",
         metavar="NAMES",
-        help="methods of the part on quality (default auto)",
+        help="methods of the quality part (default auto)",
     )
     whole.set_defaults(action=run_all)
     report = kinds.add_parser(
         "report",
-        help="a page, and the tables of a text, from result files",
+        help="a page, and the tables of a Markdown file, from result files",
         description="Writes report.html from the result files of a folder. --keep writes them without "
         "their samples into another folder, small enough for a repository; --tables rewrites the "
-        "tables between the marks of a Markdown file.",
+        "tables between the markers of a Markdown file.",
         allow_abbrev=False,
     )
     report.add_argument(
@@ -61,11 +61,11 @@ def add(kinds: Any) -> None:
         type=Path,
         default=Path(FOLDER),
         metavar="FOLDER",
-        help=f"of result files (default {FOLDER})",
+        help=f"folder of result files (default {FOLDER})",
     )
     report.add_argument("--out", type=Path, help="the page (default FOLDER/report.html)")
-    report.add_argument("--keep", type=Path, metavar="FOLDER", help="where small copies go")
-    report.add_argument("--tables", type=Path, metavar="FILE", help="a Markdown file with marks")
+    report.add_argument("--keep", type=Path, metavar="FOLDER", help="folder for the small copies")
+    report.add_argument("--tables", type=Path, metavar="FILE", help="a Markdown file with markers")
     report.set_defaults(action=run_report)
 
 
@@ -88,8 +88,9 @@ def run_all(args: argparse.Namespace, context: Context) -> int:
     from outstride.bench.report import page
 
     del context  # every part loads its own model
-    choice = suite.Choice(
+    options = suite.SuiteOptions(
         model=args.model,
+        device=args.device,
         weights=args.weights,
         quick=args.quick,
         only=tuple(args.only.split()),
@@ -97,25 +98,25 @@ def run_all(args: argparse.Namespace, context: Context) -> int:
         humaneval=args.humaneval,
         methods=args.quality_methods,
     )
-    planned = suite.parts(choice)
+    planned = suite.parts(options)
     args.folder.mkdir(parents=True, exist_ok=True)
-    for part in planned:  # what an earlier run found must not pass for this one's
+    for part in planned:  # results of an earlier run must not be taken for this one's
         (args.folder / f"{part.name}.json").unlink(missing_ok=True)
-    watch, failed, interrupted = suite.Clock(planned), list[str](), False
+    remaining, failed, interrupted = suite.RemainingTime(planned), list[str](), False
     begin = time.monotonic()
     with harness.terminable():
         for number, part in enumerate(planned, start=1):
-            left = "" if args.quick else f", {suite.in_words(watch.left)} left"
+            left = "" if args.quick else f", {suite.in_words(remaining.left)} left"
             _say(f"{number} of {len(planned)}: {part.name}{left}")
             start = time.monotonic()
             try:
-                code = _run(part, args.folder, choice.model, choice.weights)
+                code = _run(part, args.folder, options.model, options.weights, options.device)
             except KeyboardInterrupt:
                 code = INTERRUPTED
             except OutstrideError as error:
                 _say(f"{part.name}: {error}")
                 code = 1
-            watch.done(part, time.monotonic() - start)
+            remaining.done(part, time.monotonic() - start)
             if code == INTERRUPTED:
                 interrupted = True
                 break
@@ -129,20 +130,20 @@ def run_all(args: argparse.Namespace, context: Context) -> int:
     return INTERRUPTED if interrupted else int(bool(failed))
 
 
-def _run(part: Part, folder: Path, model: str, weights: str) -> int:
-    """One part, with a server if it needs one; what it prints for people is not shown."""
+def _run(part: SuitePart, folder: Path, model: str, weights: str, device: str) -> int:
+    """One part, with a server if it needs one; its printed tables are not shown."""
     from contextlib import nullcontext
 
     from outstride.bench import suite
 
     log = folder / "server.log"
-    server = suite.serving(model, weights, log) if part.served else nullcontext(None)
+    server = suite.serving(model, weights, log, device) if part.served else nullcontext(None)
     with server as url:
         child = subprocess.Popen(suite.command(part, folder, url), stdout=subprocess.DEVNULL)
         try:
             return child.wait()
         except KeyboardInterrupt:
-            child.terminate()  # it has heard of Ctrl-C itself, but not of a kill
+            child.terminate()  # the child gets Ctrl-C itself, but not SIGTERM
             child.wait()
             raise
 

@@ -1,4 +1,4 @@
-"""`outstride bench fidelity` and `outstride bench acceptance`: of weights formats, and of rules."""
+"""`outstride bench fidelity` and `outstride bench acceptance`: weights formats and acceptance rules."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def add(kinds: Any) -> None:
     fidelity = kinds.add_parser(
         "fidelity",
         help="how close a weights format stays to fp32",
-        description="Reads texts with the fp32 reference and with another format, and compares the "
-        "distributions behind every token. The last line is one JSON object.",
+        description="Scores texts with the fp32 reference and with another weights format, and "
+        "compares the distributions at every token. The last line is one JSON object.",
         allow_abbrev=False,
     )
     add_model_options(fidelity)
@@ -34,13 +34,13 @@ def add(kinds: Any) -> None:
         type=int,
         default=12,
         metavar="N",
-        help="read at most N texts, evenly over the file (default 12)",
+        help="score at most N texts, evenly spaced over the file (default 12)",
     )
     output(fidelity)
     fidelity.set_defaults(action=run_fidelity)
     acceptance = kinds.add_parser(
         "acceptance",
-        help="how often rules accept, and how often the best possible one would",
+        help="acceptance rates of rules, and the largest possible rate",
         description="Compares acceptance rules with the optimum on synthetic pairs of distributions. "
         "No model is loaded. The last line is one JSON object.",
         allow_abbrev=False,
@@ -50,10 +50,14 @@ def add(kinds: Any) -> None:
         type=numbers,
         default=[1, 2, 4, 8],
         metavar="N,N,…",
-        help="numbers of candidates (default 1,2,4,8)",
+        help="numbers of draft candidates (default 1,2,4,8)",
     )
     acceptance.add_argument(
-        "--vocabulary", type=int, default=256, metavar="N", help="tokens (default 256)"
+        "--vocabulary",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens of the vocabulary (default 256)",
     )
     acceptance.add_argument(
         "--pairs",
@@ -76,21 +80,22 @@ def run_fidelity(args: argparse.Namespace, context: Context) -> int:
     texts = fidelity.texts_of(args.texts, args.limit)
     settings = {
         "model": args.model,
+        "device": args.device,
         "weights": args.weights,
         "texts": args.texts or "built-in",
         "limit": args.limit,
     }
     result = BenchResult("fidelity", settings)
     with screen.bar("texts") as progress:
-        with context.load(args.model, "fp32") as reference:
+        with context.load(args.model, "cpu", "fp32") as reference:
             pairs = [(text.id, reference.encode(text.text)) for text in texts]
             held = fidelity.Fidelity(pairs)
-            held.record(reference.engine.passes, progress)
+            held.record(reference.engine.idle_runner(), progress)
         del reference
         gc.collect()  # one model at a time
-        with held, context.load(args.model, args.weights) as llm:
+        with held, context.load(args.model, args.device, args.weights) as llm:
             settings["fingerprint"] = llm.fingerprint
-            report = held.compare(llm.engine.passes, progress)
+            report = held.compare(llm.engine.idle_runner(), progress)
     result.finish(report.samples(), report.summary())
     if not args.json:
         _print_fidelity(report, settings)
@@ -98,16 +103,16 @@ def run_fidelity(args: argparse.Namespace, context: Context) -> int:
 
 
 def _print_fidelity(report: FidelityReport, settings: dict[str, Any]) -> None:
-    from outstride.bench.fidelity import MOST_KL, MOST_LOSS
+    from outstride.bench.fidelity import MAX_KL, MAX_LOSS_DIFFERENCE
 
     difference = report.loss - report.reference_loss
     screen.console().print(
-        f"[bold]{settings['model']}, weights {settings['weights']}, beside fp32[/bold]: "
+        f"[bold]{settings['model']}, weights {settings['weights']}, against fp32[/bold]: "
         f"{report.tokens} tokens of {len(report.cases)} texts\n"
-        f"mean KL         {report.kl:.5f} (must be <= {MOST_KL:g})\n"
+        f"mean KL         {report.kl:.5f} (must be <= {MAX_KL:g})\n"
         f"same top token  {report.same:.2%}\n"
         f"loss            {report.loss:.4f}, fp32 {report.reference_loss:.4f}, difference "
-        f"{difference:+.4f} (must be within {MOST_LOSS:g})\n"
+        f"{difference:+.4f} (must be within {MAX_LOSS_DIFFERENCE:g})\n"
         f"{'met' if report.met else 'not met'}\n"
     )
 
@@ -149,4 +154,4 @@ def _print_acceptance(report: AcceptanceReport) -> None:
     for case in report.cases:
         rates = [f"{case.rates[name]:.3f}" for name in RULES]
         table.add_row(f"{case.overlap:.2f}", str(case.candidates), *rates)
-    screen.console().print("[bold]How often one of the candidates is taken[/bold]", table, sep="\n")
+    screen.console().print("[bold]Acceptance rate of the candidates[/bold]", table, sep="\n")

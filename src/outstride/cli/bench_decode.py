@@ -1,4 +1,4 @@
-"""`outstride bench decode`: methods beside each other on the same prompts."""
+"""`outstride bench decode`: compares methods on the same prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outstride.cli.outcome import conduct, decimals, numbers, output
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outstride.bench.decode import DecodeReport, Line
+    from outstride.bench.decode import DecodeLine, DecodeReport
     from outstride.bench.result import BenchResult
 
 EXACT = "exact"
@@ -28,9 +28,9 @@ def add(kinds: Any) -> None:
     """Adds the command."""
     decode = kinds.add_parser(
         "decode",
-        help="methods beside each other on the same prompts",
+        help="compare methods on the same prompts",
         description="Answers prompts with several methods in turns: tokens per pass, tokens per "
-        "second, speed against plain, and where the time goes. The last line is one JSON object.",
+        "second, speed-up over plain, and time by verb. The last line is one JSON object.",
         allow_abbrev=False,
     )
     add_model_options(decode)
@@ -45,7 +45,7 @@ def add(kinds: Any) -> None:
     decode.add_argument(
         "--prompts",
         metavar="FILE",
-        help="as for prove (default: the 41 prompts that come with the project)",
+        help="as for prove (default: the 41 shipped prompts)",
     )
     decode.add_argument(
         "--limit", type=int, metavar="N", help="only N prompts, spread evenly over the file"
@@ -55,45 +55,49 @@ def add(kinds: Any) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="N more prompts that nothing can be guessed about (default 0)",
+        help="N more prompts with unpredictable answers (default 0)",
     )
-    decode.add_argument(
-        "--batch",
-        type=numbers,
-        default=[1],
-        metavar="N,N,…",
-        help="prompts at a time; several numbers are measured one behind the other (default 1)",
-    )
-    decode.add_argument(
-        "--temperature",
-        type=decimals,
-        default=[0.0],
-        metavar="X,X,…",
-        help="0 takes the likeliest token, above it is sampled; several are measured one behind the "
-        "other (default 0)",
-    )
-    decode.add_argument(
-        "--cost",
-        metavar="CURVE",
-        help="what passes cost, in milliseconds by nodes (1=6,8=10,64=50), or a result file of an "
-        "earlier run: auto then drafts the same on every machine (default: measured)",
-    )
-    decode.add_argument(
-        "--rounds", type=int, default=1, metavar="N", help="how often to run it all (default 1)"
-    )
-    decode.add_argument(
-        "--warm",
-        action="store_true",
-        help="one more round in which drafters remember the first one",
-    )
-    decode.add_argument("--raw", action="store_true", help="prompts as they are; no chat template")
+    _add_runs(decode)
     output(decode)
     sampling.add(decode, without=("logprobs", "temperature"), max_tokens=160)
     decode.set_defaults(action=run)
 
 
+def _add_runs(parser: argparse.ArgumentParser) -> None:
+    """Adds batch sizes, temperatures, the cost curve and rounds."""
+    parser.add_argument(
+        "--batch",
+        type=numbers,
+        default=[1],
+        metavar="N,N,…",
+        help="batch sizes, measured one after the other (default 1)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=decimals,
+        default=[0.0],
+        metavar="X,X,…",
+        help="temperatures, measured one after the other; 0 is greedy (default 0)",
+    )
+    parser.add_argument(
+        "--cost",
+        metavar="CURVE",
+        help="fixed cost curve: milliseconds by nodes (1=6,8=10,64=50), or a result file of an earlier "
+        "run; auto then drafts the same on every machine (default: measured)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="how often to run everything (default 1)"
+    )
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="one more round in which drafters keep the memory of the first one",
+    )
+    parser.add_argument("--raw", action="store_true", help="prompts as they are; no chat template")
+
+
 def methods_of(text: str) -> list[str]:
-    """Methods that were asked for; one word stands for all that are exact and need nothing."""
+    """The requested methods; `exact` stands for all exact methods that need nothing but the model."""
     from outstride.bench.decode import exact_methods
 
     found = [m for word in text.split() for m in (exact_methods() if word == EXACT else [word])]
@@ -161,7 +165,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         )
 
 
-def _table(lines: list[Line]) -> Table:
+def _table(lines: list[DecodeLine]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -208,7 +212,7 @@ def _print(report: DecodeReport, result: BenchResult) -> None:
             _table([x for x in lines if (x.batch, x.temperature) == (batch, temperature)])
         )
     console.print(
-        "x plain: time of plain against time of the method on the same prompts, mean over tasks; "
+        "x plain: time of plain divided by time of the method on the same prompts, mean over tasks; "
         "at least: lower end of its 95% interval; commit includes planning",
         style="dim",
     )

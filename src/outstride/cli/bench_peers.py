@@ -1,4 +1,4 @@
-"""`outstride bench peers`: other engines on the same machine, in the same run."""
+"""`outstride bench peers`: compares engines on the same machine, in the same run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from outstride.cli.context import Context, add_model_options
 from outstride.cli.outcome import conduct, numbers, output
 
 if TYPE_CHECKING:
-    from outstride.bench.peers.race import RaceReport
+    from outstride.bench.peers.engine_comparison import EngineComparisonReport
 
 
 def add(kinds: Any) -> None:
     """Adds the command."""
     parser = kinds.add_parser(
         "peers",
-        help="beside llama.cpp, transformers, vLLM and OpenVINO GenAI, where they are installed",
-        description="Runs every engine that is installed here on the same prompts, in turns: the same "
-        "tokens in, the same number of tokens out, greedily, as many threads each, at its best "
-        "documented settings, which the result shows. Also what a pass over several tokens costs, "
-        "where an engine lets one call it. What is missing is left out with a word. The last line is "
-        "one JSON object.",
+        help="compare with llama.cpp, transformers, vLLM and OpenVINO GenAI, where installed",
+        description="Runs every installed engine on the same prompts, in turns: the same tokens in, "
+        "the same number of tokens out, greedy, the same number of threads, at its best documented "
+        "settings, which the result shows. Also measures the cost of a pass over several tokens, where "
+        "an engine has such a call. Missing engines are listed and left out. The last line is one "
+        "JSON object.",
         allow_abbrev=False,
     )
     add_model_options(parser)
@@ -43,9 +43,16 @@ def add(kinds: Any) -> None:
         "--environments",
         type=Path,
         metavar="FOLDER",
-        help="virtual environments of vllm and openvino, by these names (default: those that `make "
-        "peers` makes; without one, they are looked for here)",
+        help="folder of the virtual environments vllm and openvino (default: those that `make peers` "
+        "creates; without one, the current environment)",
     )
+    _add_sizes(parser)
+    output(parser)
+    parser.set_defaults(action=run)
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Adds prompts, batch sizes, passes and rounds."""
     parser.add_argument(
         "--prompts", metavar="FILE", help="as for prove (default: the shipped ones)"
     )
@@ -57,10 +64,10 @@ def add(kinds: Any) -> None:
         type=numbers,
         default=[1, 8],
         metavar="N,N,…",
-        help="prompts at a time (default 1,8)",
+        help="batch sizes (default 1,8)",
     )
     parser.add_argument(
-        "--tokens", type=int, default=64, metavar="N", help="of each answer (default 64)"
+        "--tokens", type=int, default=64, metavar="N", help="tokens of each answer (default 64)"
     )
     parser.add_argument(
         "--nodes",
@@ -70,7 +77,11 @@ def add(kinds: Any) -> None:
         help="tokens in a pass (default 1,2,4,8,16,32,64)",
     )
     parser.add_argument(
-        "--cached", type=int, default=128, metavar="N", help="entries before them (default 128)"
+        "--cached",
+        type=int,
+        default=128,
+        metavar="N",
+        help="cached tokens before them (default 128)",
     )
     parser.add_argument(
         "--repeat", type=int, default=7, metavar="N", help="runs of each pass (default 7)"
@@ -78,28 +89,28 @@ def add(kinds: Any) -> None:
     parser.add_argument(
         "--rounds", type=int, default=1, metavar="N", help="runs of each prompt (default 1)"
     )
-    output(parser)
-    parser.set_defaults(action=run)
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
-    """Races."""
-    from outstride.bench import prompts
-    from outstride.bench.peers import race, rows, start
-    from outstride.bench.peers.peer import Ground
+    """Compares engines."""
+    from outstride.bench import comparison_rows, prompts
+    from outstride.bench.peers import engine_comparison
+    from outstride.bench.peers.peer import PeerSetup
     from outstride.bench.result import BenchResult
     from outstride.errors import InvalidParams
     from outstride.models.load import locate
 
     if min([args.limit, args.tokens, args.repeat, args.rounds, *args.batch, *args.nodes]) < 1:
         raise InvalidParams("--limit, --batch, --tokens, --nodes, --repeat, --rounds start at 1")
-    names = list(race.PEERS) if args.peers is None else args.peers.split()
-    if unknown := [name for name in names if name not in race.PEERS]:
-        raise InvalidParams(f"there is no peer {unknown[0]!r}; known are {', '.join(race.PEERS)}")
+    names = list(engine_comparison.PEERS) if args.peers is None else args.peers.split()
+    if unknown := [name for name in names if name not in engine_comparison.PEERS]:
+        raise InvalidParams(
+            f"there is no peer {unknown[0]!r}; known are {', '.join(engine_comparison.PEERS)}"
+        )
     methods = methods_of(args.methods)
     listed = prompts.read_prompts(args.prompts) if args.prompts else prompts.shipped()
     listed = prompts.spread(listed, args.limit)
-    course = race.Course(
+    plan = engine_comparison.ComparisonPlan(
         output=args.tokens,
         batches=tuple(args.batch),
         nodes=tuple(args.nodes),
@@ -107,8 +118,40 @@ def run(args: argparse.Namespace, context: Context) -> int:
         rounds=args.rounds,
         passes=args.repeat,
     )
-    settings = {
+    settings = _settings(args, methods, names)
+    path = locate(args.model)
+    result, report = BenchResult("peers", settings), engine_comparison.EngineComparisonReport()
+    with context.load(args.model, args.device, args.weights) as llm:
+        settings["fingerprint"] = llm.fingerprint
+        longest = max(len(llm.encode(p.text, chat=True)) for p in listed) + args.tokens
+        setup = PeerSetup(
+            path=path,
+            vocabulary=llm.model.vocab_size,
+            threads=comparison_rows.cores(),
+            max_length=max(longest, args.cached + max(args.nodes)) + 2,
+            max_batch=max(args.batch),
+            environments=args.environments,
+        )
+        return conduct(
+            args,
+            result,
+            report,
+            lambda progress: engine_comparison.compare_engines(
+                llm, setup, methods, names, listed, plan, report=report, progress=progress
+            ),
+            lambda: _print(report),
+            message="engines in turns",
+        )
+
+
+def _settings(args: argparse.Namespace, methods: list[str], names: list[str]) -> dict[str, Any]:
+    """The settings of the result."""
+    from outstride.bench import comparison_rows
+    from outstride.bench.peers import start
+
+    return {
         "model": args.model,
+        "device": args.device,
         "weights": args.weights,
         "methods": methods,
         "peers": names,
@@ -120,35 +163,12 @@ def run(args: argparse.Namespace, context: Context) -> int:
         "cached": args.cached,
         "repeat": args.repeat,
         "rounds": args.rounds,
-        "threads": rows.cores(),
+        "threads": comparison_rows.cores(),
         "load average": start.load_average(),
     }
-    path = locate(args.model)
-    result, report = BenchResult("peers", settings), race.RaceReport()
-    with context.load(args.model, args.weights) as llm:
-        settings["fingerprint"] = llm.fingerprint
-        longest = max(len(llm.encode(p.text, chat=True)) for p in listed) + args.tokens
-        ground = Ground(
-            path=path,
-            vocabulary=llm.model.vocab_size,
-            threads=rows.cores(),
-            longest=max(longest, args.cached + max(args.nodes)) + 2,
-            crowd=max(args.batch),
-            environments=args.environments,
-        )
-        return conduct(
-            args,
-            result,
-            report,
-            lambda progress: race.race(
-                llm, ground, methods, names, listed, course, report=report, progress=progress
-            ),
-            lambda: _print(report),
-            message="all in turns",
-        )
 
 
-def _print(report: RaceReport) -> None:
+def _print(report: EngineComparisonReport) -> None:
     from rich.table import Table
 
     console, summary = screen.console(), report.summary()

@@ -1,4 +1,4 @@
-"""`outstride bench quality`: how many answers are right, beside how quickly they came."""
+"""`outstride bench quality`: correct answers and speed by method."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def add(kinds: Any) -> None:
     """Adds the command."""
     parser = kinds.add_parser(
         "quality",
-        help="scores on GSM8K and HumanEval beside tokens per pass",
-        description="Asks questions of files by several methods, and by the one that each is compared "
-        "with: right answers, tokens per pass, seconds. Code that the model writes is run in a "
-        "process that can neither write files nor reach a network, with limits on time and memory. "
+        help="scores on GSM8K and HumanEval, with tokens per pass",
+        description="Answers the questions of files with several methods and their baselines: correct "
+        "answers, tokens per pass, seconds. Code that the model writes runs in a process that can "
+        "neither write files nor reach a network, with limits on time and memory. "
         "The last line is one JSON object.",
         allow_abbrev=False,
     )
@@ -31,7 +31,7 @@ def add(kinds: Any) -> None:
         "--methods",
         required=True,
         metavar="NAMES",
-        help="methods, with spaces between them; what each is compared with comes by itself",
+        help="methods, with spaces between them; the baseline of each is added",
     )
     parser.add_argument(
         "--gsm8k", metavar="FILE", help=".jsonl with question and answer (ending in #### number)"
@@ -39,14 +39,12 @@ def add(kinds: Any) -> None:
     parser.add_argument(
         "--humaneval",
         metavar="FILE",
-        help=".jsonl with task_id, prompt, entry_point and test, also packed with gzip",
+        help=".jsonl with task_id, prompt, entry_point and test, also compressed with gzip",
     )
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="only N questions of each file, spread evenly"
+        "--limit", type=int, metavar="N", help="only N questions of each file, evenly spaced"
     )
-    parser.add_argument(
-        "--batch", type=int, default=8, metavar="N", help="questions at a time (default 8)"
-    )
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="batch size (default 8)")
     output(parser)
     sampling.add(parser, without=("logprobs", "n"), max_tokens=320)
     parser.set_defaults(action=run)
@@ -75,6 +73,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
         raise InvalidParams("name a file of questions: --gsm8k FILE, --humaneval FILE, or both")
     settings = {
         "model": args.model,
+        "device": args.device,
         "weights": args.weights,
         "methods": methods,
         "gsm8k": args.gsm8k,
@@ -105,7 +104,7 @@ def _print(report: QualityReport) -> None:
     table.add_column("method")
     table.add_column("exactness")
     table.add_column("task")
-    for name in ("right", "score, %", "95% of the time in", "equal", "tokens/pass", "seconds"):
+    for name in ("right", "score, %", "95% interval", "equal", "tokens/pass", "seconds"):
         table.add_column(name, justify="right")
     for row in report.scores():
         low, high = row.interval
@@ -123,7 +122,7 @@ def _print(report: QualityReport) -> None:
     console = screen.console()
     console.print(table)
     console.print(
-        "equal: answers that are, token for token, those of what the method is compared with",
+        "equal: answers that equal those of the method's baseline, token for token",
         style="dim",
     )
     console.print()

@@ -1,4 +1,4 @@
-"""`outstride bench regress`: has anything become worse?"""
+"""`outstride bench regress`: compares two results and finds regressions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def add(kinds: Any) -> None:
     """Adds the command."""
     parser = kinds.add_parser(
         "regress",
-        help="compare two results; exits with 1 if something became worse",
+        help="compare two results; exits with 1 if a figure is worse",
         description="Compares two result files, or two folders of them. Counts (tokens per pass, equal "
-        "and right answers) may not drop at all; tokens per pass of decode counts as exact if both "
+        "and correct answers) may not drop at all; tokens per pass of decode counts as exact if both "
         "runs had the same frozen cost curve (--cost). Ratios of times within one run may drop by "
         "the tolerance. Times themselves are not compared.",
         allow_abbrev=False,

@@ -1,4 +1,4 @@
-"""`outstride bench step`: what passes cost, by themselves, beside llama.cpp, or on a card."""
+"""`outstride bench step`: the cost of passes, alone, against llama.cpp, or on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outstride.cli.context import Context, add_model_options
 from outstride.cli.outcome import conduct, numbers, output
 
 if TYPE_CHECKING:
-    from outstride.bench.peers.rows import PeerReport
+    from outstride.bench.comparison_rows import PeerReport
     from outstride.bench.result import BenchResult
     from outstride.bench.step import StepReport
 
@@ -20,7 +20,7 @@ def add(kinds: Any) -> None:
     """Adds the command."""
     step = kinds.add_parser(
         "step",
-        help="what one pass of the model costs",
+        help="cost of one pass of the model",
         description="Times one pass of the model against the number of nodes, against cached "
         "length, and for several sequences at once. The last line is one JSON object.",
         allow_abbrev=False,
@@ -34,7 +34,11 @@ def add(kinds: Any) -> None:
         help="numbers of nodes in a pass (default 1,2,4,8,16,32,64)",
     )
     step.add_argument(
-        "--cached", type=int, default=128, metavar="N", help="entries before them (default 128)"
+        "--cached",
+        type=int,
+        default=128,
+        metavar="N",
+        help="cached tokens before them (default 128)",
     )
     step.add_argument(
         "--lengths",
@@ -55,15 +59,10 @@ def add(kinds: Any) -> None:
     )
     step.add_argument(
         "--against",
-        choices=("llama.cpp",),
+        choices=("llama.cpp", "transformers"),
         help="compare with llama.cpp on the same GGUF file instead: passes, generation, start, "
-        "memory and host work, beside what each must be",
-    )
-    step.add_argument(
-        "--device",
-        choices=("auto", "cuda"),
-        default="auto",
-        help="cuda: measure an NVIDIA card beside transformers and beside what each figure must be",
+        "memory and host work, with bounds; transformers: measure an NVIDIA GPU instead, against "
+        "transformers and with bounds",
     )
     output(step)
     step.set_defaults(action=run)
@@ -71,15 +70,15 @@ def add(kinds: Any) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     """Measures passes."""
+    if args.against == "transformers":
+        return run_gpu(args)
     if args.against is not None:
         return run_against(args, context)
-    if args.device == "cuda":
-        return run_card(args)
     from outstride.bench import step
     from outstride.bench.result import BenchResult
 
     wanted = step.cases(args.nodes, args.cached, args.lengths, args.sequences)
-    with context.load(args.model, args.weights) as llm:
+    with context.load(args.model, args.device, args.weights) as llm:
         settings = {
             "model": llm.name,
             "fingerprint": llm.fingerprint,
@@ -96,7 +95,11 @@ def run(args: argparse.Namespace, context: Context) -> int:
             result,
             report,
             lambda progress: step.measure(
-                llm.engine.passes, wanted, repeat=args.repeat, report=report, progress=progress
+                llm.engine.idle_runner(),
+                wanted,
+                repeat=args.repeat,
+                report=report,
+                progress=progress,
             ),
             lambda: _print(report, result),
             message="passes",
@@ -113,9 +116,9 @@ def _print(report: StepReport, result: BenchResult) -> None:
         f"milliseconds, on {machine['accelerator'] or machine['cpu']}, {machine['cores']} cores"
     )
     headings = {
-        "nodes": f"A chain of nodes behind {settings['cached']} cached entries",
-        "cached": "One node behind cached entries",
-        "sequences": f"One node each for several sequences behind {settings['cached']} entries",
+        "nodes": f"A chain of nodes after {settings['cached']} cached tokens",
+        "cached": "One node after cached tokens",
+        "sequences": f"One node each for several sequences after {settings['cached']} cached tokens",
     }
     for sweep, heading in headings.items():
         rows = [
@@ -146,35 +149,47 @@ def _print(report: StepReport, result: BenchResult) -> None:
     console.print()
 
 
-# --- beside llama.cpp -----------------------------------------------------------------------------
+# --- against llama.cpp -----------------------------------------------------------------------------
 
 
 def run_against(args: argparse.Namespace, context: Context) -> int:
-    """Measures passes and generation beside llama.cpp."""
-    from outstride.bench import host
-    from outstride.bench.peers import against, llama_cpp, rows, start
+    """Measures passes and generation against llama.cpp."""
+    from outstride.bench import comparison_rows, host
+    from outstride.bench.peers import llama_cpp, llama_cpp_comparison, start
     from outstride.bench.result import BenchResult
 
-    path = against.gguf_of(args.model)
-    llama_cpp.library()  # what is missing is said before a model is loaded
+    path = llama_cpp_comparison.gguf_of(args.model)
+    llama_cpp.library()  # a missing package is reported before a model is loaded
     settings = {
         "model": args.model,
+        "device": args.device,
         "weights": args.weights,
         "against": args.against,
         "file": path.name,
-        "threads": rows.cores(),
+        "threads": comparison_rows.cores(),
         "repeat": args.repeat,
         "load average": start.load_average(),
     }
-    result, report = BenchResult("against", settings), rows.PeerReport()
+    result, report = BenchResult("against", settings), comparison_rows.PeerReport()
     command = [sys.executable, "-m", "outstride.cli", "run", "Why is the sky blue?"]
-    command += ["--model", args.model, "--weights", args.weights, "--max-tokens", "1"]
+    command += [
+        "--model",
+        args.model,
+        "--device",
+        args.device,
+        "--weights",
+        args.weights,
+        "--max-tokens",
+        "1",
+    ]
     started = start.start(command)  # before this process has a model of its own
-    with context.load(args.model, args.weights) as llm:
+    with context.load(args.model, args.device, args.weights) as llm:
         settings |= {"fingerprint": llm.fingerprint}
 
         def measure(progress: Any) -> None:
-            against.compare(llm, path, repeat=args.repeat, report=report, progress=progress)
+            llama_cpp_comparison.compare(
+                llm, path, repeat=args.repeat, report=report, progress=progress
+            )
             report.rows += [*started, *host.host(llm)]
             settings["load average at the end"] = start.load_average()
 
@@ -184,27 +199,27 @@ def run_against(args: argparse.Namespace, context: Context) -> int:
             report,
             measure,
             lambda: _print_rows(report, result),
-            message="both sides in turns",
+            message="both engines in turns",
         )
 
 
-def run_card(args: argparse.Namespace) -> int:
-    """Measures an NVIDIA card."""
-    from outstride.bench import card
-    from outstride.bench.peers import rows, start
+def run_gpu(args: argparse.Namespace) -> int:
+    """Measures an NVIDIA GPU."""
+    from outstride.bench import comparison_rows, gpu
+    from outstride.bench.peers import start
     from outstride.bench.result import BenchResult
 
     settings = {
         "model": args.model,
         "against": "transformers",
-        "threads": rows.cores(),
+        "threads": comparison_rows.cores(),
         "load average": start.load_average(),
     }
-    result = BenchResult("card", settings)
-    report = rows.PeerReport(peer={"version": "transformers"})
+    result = BenchResult("gpu", settings)
+    report = comparison_rows.PeerReport(peer={"version": "transformers"})
 
     def measure(progress: Any) -> None:
-        card.compare(args.model, report, progress=progress)
+        gpu.compare(args.model, report, progress=progress)
         settings["load average at the end"] = start.load_average()
 
     return conduct(
@@ -218,7 +233,7 @@ def _print_rows(report: PeerReport, result: BenchResult) -> None:
     console = screen.console()
     machine, settings = result.machine, result.settings
     console.print(
-        f"[bold]{settings['model']} beside {settings['against']} {report.peer['version']}[/bold]: "
+        f"[bold]{settings['model']} against {settings['against']} {report.peer['version']}[/bold]: "
         f"medians of runs in turns, {settings['threads']} threads each, on {machine['cpu']}; load "
         f"average {settings['load average'][:1]} before, "
         f"{settings.get('load average at the end', [])[:1]} after"

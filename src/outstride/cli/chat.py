@@ -1,4 +1,4 @@
-"""`outstride chat`: a conversation. Ctrl-C stops an answer, not the program."""
+"""`outstride chat`: an interactive conversation. Ctrl-C stops an answer, not the program."""
 
 from __future__ import annotations
 
@@ -26,46 +26,51 @@ from outstride.results import Completion
 if TYPE_CHECKING:
     from outstride.llm import LLM
 
-_USELESS = ("n", "logprobs", "prompt_logprobs")
-"""Parameters for which a conversation has no place."""
+_NOT_IN_CHAT = ("n", "logprobs", "prompt_logprobs")
+"""Sampling parameters that a conversation does not have."""
 
 HELP = """\
 /help              this list
 /reset             forget the conversation
-/method [NAME]     show or change the method: name or name:key=value,…
+/method [NAME]     show or change the decoding method: NAME or NAME:key=value,…
 /set [KEY=VALUE]   show or change a sampling parameter, e.g. /set temperature=0.7
-/stats             what the conversation has cost so far
+/stats             tokens, passes and time of the conversation
 /save FILE         write the conversation to a file, as JSON
 /quit              leave (so do Ctrl-D and Ctrl-C)
-A line that ends in \\ goes on in the next one. Ctrl-C stops an answer."""
+A line that ends in \\ continues in the next one. Ctrl-C stops an answer."""
 
 
 def add(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "chat",
-        help="talk",
-        description="A conversation. Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands.",
+        help="chat with the model",
+        description="An interactive conversation. Ctrl-C stops an answer, Ctrl-D leaves, /help "
+        "lists the commands.",
         allow_abbrev=False,
     )
     add_model_options(parser)
     add_adapter_option(parser)
     parser.add_argument(
-        "--method", help="name or name:key=value,… (default plain, or steps for a masked model)"
+        "--method",
+        default="auto",
+        help="decoding method, as NAME or NAME:key=value,… (default auto, which drafts where it pays; "
+        "`outstride methods` lists them)",
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
-    sampling.add(parser, without=_USELESS)
+    sampling.add(parser, without=_NOT_IN_CHAT)
     parser.set_defaults(action=run)
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
-    """Talks until the user leaves."""
+    """Runs the conversation until the user leaves."""
     params = sampling.params_of(args)
     check_method(args.method)
     with loaded(args, context) as llm:
-        method = args.method or llm.default_method
+        method = args.method
         chat = Chat(llm, method=method, params=params, system=args.system)
-        llm.prepare(method)
+        with screen.waiting("measuring pass costs (first time only)"):
+            llm.prepare(method)
         if sys.stdin.isatty():
             with suppress(ImportError):
                 import readline  # noqa: F401  line editing and history for input()
@@ -75,10 +80,10 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 
 class Chat:
-    """One conversation and what the user has set for it."""
+    """One conversation with its method and sampling parameters."""
 
     def __init__(
-        self, llm: LLM, *, method: str = "plain", params: SamplingParams, system: str | None = None
+        self, llm: LLM, *, method: str = "auto", params: SamplingParams, system: str | None = None
     ) -> None:
         self.llm = llm
         self.method = method
@@ -86,10 +91,10 @@ class Chat:
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[dict[str, str]] = list(self._opening)
 
-    # --- reading ----------------------------------------------------------------------------------
+    # --- input ------------------------------------------------------------------------------------
 
     def loop(self) -> None:
-        """Line by line until the end."""
+        """Handles line by line until the end of the input."""
         while True:
             try:
                 line = self._read()
@@ -101,7 +106,7 @@ class Chat:
                 return
 
     def _read(self) -> str:
-        """One entry; a backslash at the end of a line joins it with the next."""
+        """One input; a backslash at the end of a line joins it with the next."""
         lines: list[str] = []
         while True:
             line = self._line("... " if lines else "> ")
@@ -119,7 +124,7 @@ class Chat:
         return line.rstrip("\n")
 
     def handle(self, line: str) -> bool:
-        """Does what a line asks for; False to leave. No error ends the conversation."""
+        """Runs a command or answers a message; False to leave. Errors do not end the conversation."""
         line = line.strip()
         if not line:
             return True
@@ -135,13 +140,13 @@ class Chat:
         except Exception as error:
             if screen.debugging():
                 raise
-            screen.complain(error)
+            screen.report_error(error)
         return True
 
     # --- answering --------------------------------------------------------------------------------
 
     def _answer(self, text: str) -> None:
-        """Streams an answer. What was said before Ctrl-C stays in the conversation."""
+        """Streams an answer. Text from before Ctrl-C stays in the conversation."""
         self.messages.append({"role": "user", "content": text})
         writer, said, completion = screen.Writer(), "", None
         try:
@@ -161,9 +166,9 @@ class Chat:
             else:
                 self.messages.pop()
             writer.end_line()
-        self._remark(completion)
+        self._print_stats(completion)
 
-    def _remark(self, completion: Completion | None) -> None:
+    def _print_stats(self, completion: Completion | None) -> None:
         if completion is None:
             text = "stopped"
         else:
@@ -195,11 +200,11 @@ class Chat:
 
     def _reset(self, _rest: str) -> None:
         self.messages = list(self._opening)
-        print("the conversation starts anew")
+        print("a new conversation")
 
     def _method(self, rest: str) -> None:
         if rest:
-            self.llm.method(rest)  # refuses what does not exist, loads what it needs
+            self.llm.method(rest)  # an unknown method is an error; what it needs is loaded
             self.method = rest
         print(f"method {self.method}")
 
@@ -209,25 +214,29 @@ class Chat:
             key = key.strip().replace("-", "_")
             if not equals:
                 raise InvalidParams("write /set key=value")
-            if key in _USELESS:
-                raise InvalidParams(f"{key} has no use in a conversation")
+            if key in _NOT_IN_CHAT:
+                raise InvalidParams(f"{key} is not available in a conversation")
             values = {**asdict(self.params), key: _value(text.strip())}
             self.params = SamplingParams.from_dict(values)
         default = asdict(SamplingParams())
         changed = {k: v for k, v in asdict(self.params).items() if v != default[k]}
-        print(", ".join(f"{k}={v}" for k, v in changed.items()) or "everything is at its default")
+        print(
+            ", ".join(f"{k}={v}" for k, v in changed.items())
+            or "all parameters have their defaults"
+        )
 
     def _stats(self, _rest: str) -> None:
-        ledger = self.llm.engine.ledger
-        total, seconds = ledger.total, sum(ledger.seconds.values())
+        gauges = self.llm.engine.gauges()
+        total, seconds = gauges.totals, sum(gauges.seconds.values())
         per_pass = total.emitted / total.passes if total.passes else 0.0
-        drafts = f"{total.accepted} of {total.proposed} drafted tokens accepted"
+        rate = total.accepted / total.proposed if total.proposed else 0.0
+        drafts = f"{total.accepted} of {total.proposed} draft tokens accepted"
         print(
             f"{total.emitted} tokens, {total.passes} passes, {per_pass:.2f} tokens per pass, "
-            f"{total.prompt_passes} passes that only read, {total.other_passes} of other models"
+            f"{total.prompt_passes} prefill passes, {total.other_passes} of draft models"
         )
-        print(f"{drafts}; {seconds:.2f} s in the engine", end="")
-        spent = {verb: s for verb, s in ledger.seconds.items() if s >= 0.005}
+        print(f"{drafts}, acceptance rate {rate:.0%}; {seconds:.2f} s in the engine", end="")
+        spent = {verb: s for verb, s in gauges.seconds.items() if s >= 0.005}
         print(f" ({', '.join(f'{verb} {s:.2f}' for verb, s in spent.items())})" if spent else "")
 
     def _save(self, rest: str) -> None:
@@ -246,10 +255,10 @@ class Chat:
 
 
 def _value(text: str) -> Any:
-    """A value as written: JSON where it is JSON, none and true in anybody's spelling, else text."""
-    plain = {"none": None, "null": None, "true": True, "false": False}
-    if text.lower() in plain:
-        return plain[text.lower()]
+    """The value of a text: JSON, or none, true and false in any case, or the text itself."""
+    words = {"none": None, "null": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
     try:
         return json.loads(text)
     except json.JSONDecodeError:

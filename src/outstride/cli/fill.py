@@ -1,4 +1,4 @@
-"""`outstride fill`: a text with holes, filled in by a masked model."""
+"""`outstride fill`: infilling, a text with holes that a masked model fills in."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ def add(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "fill",
-        help="fill in the holes of a text",
-        description="Fills in the holes of a text with a masked (diffusion) model. Holes are written "
-        "<mask:8>, for eight tokens. The last line says what it cost.",
+        help="fill in the holes of a text (infilling)",
+        description="Infilling with a masked (diffusion) model, or with a model and its diffusion "
+        "adapter. A hole of eight tokens is written <mask:8>. The last line has the number of "
+        "tokens and passes, and the speed.",
         allow_abbrev=False,
     )
     parser.add_argument("text", metavar="TEXT", help="the text; - reads it from standard input")
     add_model_options(parser)
     add_adapter_option(parser)
     parser.add_argument(
-        "--method", help="name or name:key=value,… (default steps; see `outstride methods`)"
+        "--method",
+        help="unmasking method, as NAME or NAME:key=value,… (default steps; `outstride methods` lists "
+        "them)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else"
@@ -41,7 +44,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
-    """Fills in."""
+    """Fills in the holes and prints the text."""
     params = sampling.params_of(args)
     check_method(args.method)
     text = sys.stdin.read().rstrip("\n") if args.text == "-" else args.text

@@ -1,4 +1,4 @@
-"""`outstride models`: the models that have a name here, and what else can be loaded."""
+"""`outstride models`: lists the models that have an alias, and what else can be loaded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def add(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "models",
-        help="list the models that have a name",
-        description="Lists the models that are one word away, and whether they are here already.",
+        help="list the models that have an alias",
+        description="Lists the models that have an alias, and whether they are downloaded.",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -24,8 +24,8 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, _context: Context) -> int:
-    """Lists."""
-    from outstride.models.config import ARCHITECTURES
+    """Prints the list."""
+    from outstride.models.families import ARCHITECTURES
     from outstride.models.fetch import ALIASES, cache_dir, shipped
 
     models = []
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, _context: Context) -> int:
 
 
 def _print(
-    models: list[dict[str, Any]], parts: list[str], architectures: list[str], cache: Path
+    models: list[dict[str, Any]], packaged: list[str], architectures: list[str], cache: Path
 ) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -66,14 +66,16 @@ def _print(
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("model", style="bold", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("here", no_wrap=True)
+    table.add_column("downloaded", no_wrap=True)
     table.add_column("where", overflow="fold")
     for model in models:
         here = Text("yes", style="green") if model["cached"] else Text("no", style="yellow")
-        where = model["path"] or f"fetched on first use from {model['source']}"
+        where = model["path"] or f"downloaded on first use from {model['source']}"
         table.add_row(model["name"], f"{model['bytes'] / 1e6:.0f} MB", here, where)
-    for name in parts:
-        table.add_row(name, "2 MB", Text("yes", style="green"), "part of Outstride; for measuring")
+    for name in packaged:
+        table.add_row(
+            name, "2 MB", Text("yes", style="green"), "part of the package; for benchmarks"
+        )
     console = screen.console()
     console.print(table)
     console.print(
@@ -82,5 +84,5 @@ def _print(
         style="dim",
     )
     console.print(
-        f"Models are kept in {cache} (OUTSTRIDE_CACHE chooses another place).", style="dim"
+        f"Downloads are kept in {cache} (OUTSTRIDE_CACHE sets another folder).", style="dim"
     )

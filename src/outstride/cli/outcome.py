@@ -1,4 +1,4 @@
-"""How every bench runs and ends: progress, a file that grows, a table, and one JSON object."""
+"""What all benchmarks share: progress bar, result file, table, and one JSON object at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERRUPTED = 130
 
 
 def numbers(text: str) -> list[int]:
-    """`1,2,4` as numbers, each once."""
+    """`1,2,4` as integers, without duplicates."""
     try:
         return list(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
     except ValueError:
@@ -26,7 +26,7 @@ def numbers(text: str) -> list[int]:
 
 
 def decimals(text: str) -> list[float]:
-    """`0,0.8` as numbers, each once."""
+    """`0,0.8` as floats, without duplicates."""
     try:
         return list(dict.fromkeys(float(part) for part in text.split(",") if part.strip()))
     except ValueError:
@@ -36,20 +36,20 @@ def decimals(text: str) -> list[float]:
 
 
 def output(parser: argparse.ArgumentParser) -> None:
-    """Options of everything that has a result."""
+    """Adds the options of commands that have a result."""
     parser.add_argument(
         "--json", action="store_true", help="print the JSON object and nothing else"
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="write the result to a file, too, as it comes: a run that is cut short keeps what it "
-        "measured",
+        help="also write the result to a file, while it is measured: an interrupted run keeps "
+        "what it has",
     )
 
 
 def deliver(result: BenchResult, args: argparse.Namespace) -> None:
-    """Writes a result where it was asked for."""
+    """Writes a result to the file of `--out`."""
     if args.out is not None:
         from outstride.bench import result as results
 
@@ -58,7 +58,7 @@ def deliver(result: BenchResult, args: argparse.Namespace) -> None:
 
 
 def close(result: BenchResult, args: argparse.Namespace) -> int:
-    """The result where it was asked for, and as the last line."""
+    """Writes the result to the file of `--out`, and prints it as the last line."""
     deliver(result, args)
     print(result.to_json(), flush=True)
     return 0
@@ -73,13 +73,13 @@ def conduct(
     *,
     message: str,
 ) -> int:
-    """Every bench goes like this. `run` fills `report`; `show` prints it for people."""
+    """Runs a benchmark: `run` fills `report`, `show` prints it as a table. Returns the exit code."""
     from outstride.bench.harness import record
 
     with screen.bar(message) as progress:
         complete = record(result, report, run, path=args.out, progress=progress)
     if not complete:
-        screen.note("cut short; what was measured until then follows")
+        screen.note("interrupted; the results so far follow")
     if not args.json and result.samples:
         show()
     if args.out is not None:

@@ -1,4 +1,4 @@
-"""`outstride bench parallel`: policies for masked models on tasks made to tell them apart."""
+"""`outstride bench parallel`: policies for masked models on list tasks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add(kinds: Any) -> None:
     """Adds the command."""
     parallel = kinds.add_parser(
         "parallel",
-        help="exact match against tokens per pass, on tasks made to tell policies apart",
+        help="exact match against tokens per pass of policies for masked models",
         description="Answers list tasks with a small masked model by several policies: exact match, "
         "tokens per pass, passes, nodes and seconds. The last line is one JSON object.",
         allow_abbrev=False,
@@ -44,9 +44,9 @@ def add(kinds: Any) -> None:
         "--limit", type=int, default=20, metavar="N", help="questions of each task (default 20)"
     )
     parallel.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="questions at a time (default 1)"
+        "--batch", type=int, default=1, metavar="N", help="batch size (default 1)"
     )
-    parallel.add_argument("--plot", metavar="FILE", help="draw the trade-off into an SVG file")
+    parallel.add_argument("--plot", metavar="FILE", help="plot the trade-off as an SVG file")
     output(parallel)
     parallel.set_defaults(action=run)
 
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     tasks = tuple(TASKS) if args.tasks is None else tuple(args.tasks.split())
     settings = {
         "model": args.model,
+        "device": args.device,
         "weights": args.weights,
         "policies": policies,
         "tasks": tasks,
@@ -131,8 +132,8 @@ def _print(report: ParallelReport) -> None:
         )
     console.print(costs)
     console.print(
-        "equal: answers that are token for token those of steps (with the same order, for a policy "
-        "that is exact to it); x fewer: passes of steps against passes of the policy",
+        "equal: answers that equal those of steps token for token (with the same order, for a policy "
+        "that is exact to it); x fewer: passes of steps divided by passes of the policy",
         style="dim",
     )
     for policy, reason in report.skipped.items():

@@ -1,4 +1,4 @@
-"""How far a long command is: a bar on a terminal, a line every few seconds elsewhere."""
+"""Progress of a long command: a bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 from outstride.cli import screen
 
-_EVERY = 5.0
+_INTERVAL = 5.0
 """Seconds between lines where there is no terminal."""
 Show = Callable[[float, str], None]
-"""Takes the share that is done and a few words."""
+"""Takes the fraction that is done and a short status text."""
 
 
 def seconds_text(seconds: float) -> str:
-    """A time that is left, as people say it."""
+    """The remaining time in hours, minutes or seconds."""
     if seconds >= 5400:
         return f"about {seconds / 3600:.1f} h left"
     if seconds >= 120:
@@ -26,7 +26,7 @@ def seconds_text(seconds: float) -> str:
 
 @contextmanager
 def progress(message: str) -> Iterator[Show]:
-    """Yields what to call with how far it is; calls may come as often as they like."""
+    """Yields the function to call with the progress; it may be called often."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = screen.console(error=True)
@@ -34,19 +34,19 @@ def progress(message: str) -> Iterator[Show]:
         TextColumn("{task.description}"),
         BarColumn(),
         TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[words]}[/dim]"),
+        TextColumn("[dim]{task.fields[status]}[/dim]"),
     )
-    terminal, told = console.is_terminal, time.monotonic() - _EVERY
+    terminal, shown = console.is_terminal, time.monotonic() - _INTERVAL
 
     with Progress(*columns, console=console, disable=not terminal) as bar:
-        task = bar.add_task(message, total=1.0, words="")
+        task = bar.add_task(message, total=1.0, status="")
 
-        def show(share: float, words: str) -> None:
-            nonlocal told
+        def show(fraction: float, status: str) -> None:
+            nonlocal shown
             if terminal:
-                bar.update(task, completed=share, words=words)
-            elif share >= 1.0 or time.monotonic() - told >= _EVERY:
-                told = time.monotonic()
-                print(f"{message}: {share:.0%}, {words}", file=sys.stderr, flush=True)
+                bar.update(task, completed=fraction, status=status)
+            elif fraction >= 1.0 or time.monotonic() - shown >= _INTERVAL:
+                shown = time.monotonic()
+                print(f"{message}: {fraction:.0%}, {status}", file=sys.stderr, flush=True)
 
         yield show

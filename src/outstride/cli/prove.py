@@ -1,4 +1,4 @@
-"""`outstride prove`: hold a method to its promise on prompts of your own."""
+"""`outstride prove`: check a method's declared exactness on your own prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HELD, BROKEN, UNPROVED = 0, 1, 2
 SHOWN = 5
-"""So many prompts that differ are shown; all of them are in the JSON object."""
+"""Number of differing prompts that are printed; all of them are in the JSON object."""
 
 
 def add(commands: Any) -> None:
@@ -34,9 +34,9 @@ def add(commands: Any) -> None:
         help="check a method against plain decoding",
         description="Runs prompts under plain decoding and under a method: in batches, alone, and "
         "among other methods on so few pages that requests are preempted. Compares them token for "
-        "token, and the log-probabilities bit for bit. A method that promises plain's distribution "
-        "is tested for that instead, at temperatures above 0.",
-        epilog="exits with 0 if the promise held, 1 if it was broken, 2 if nothing could be proved "
+        "token, and the log-probabilities bit for bit. A method that is exact in distribution is "
+        "tested for that instead, at temperatures above 0.",
+        epilog="exits with 0 if the declared exactness held, 1 if not, 2 if nothing could be tested "
         "(a wrong option, a file that cannot be read)",
         allow_abbrev=False,
     )
@@ -47,14 +47,12 @@ def add(commands: Any) -> None:
         "--prompts",
         metavar="FILE",
         help=".txt (one prompt per line) or .jsonl (Spec-Bench, GSM8K, HumanEval or objects with "
-        "prompt), also packed with gzip; without it, built-in ones",
+        "prompt), also compressed with gzip; without it, built-in ones",
     )
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="only N prompts, spread evenly over the file"
+        "--limit", type=int, metavar="N", help="only N prompts, evenly spaced over the file"
     )
-    parser.add_argument(
-        "--batch", type=int, default=8, metavar="N", help="prompts at a time (default 8)"
-    )
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="batch size (default 8)")
     parser.add_argument(
         "--alone",
         type=int,
@@ -75,13 +73,13 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
-    """Proves, or shows where the texts part."""
+    """Compares, and shows where the texts diverge."""
     try:
         report, name = _prove(args, context)
     except (OutstrideError, OSError) as error:
         if screen.debugging():
             raise
-        screen.complain(error)
+        screen.report_error(error)
         return UNPROVED
     if not args.json:
         _print(report, name)
@@ -131,17 +129,17 @@ def _prove(args: argparse.Namespace, context: Context) -> tuple[ProofReport, str
     return report, llm.name
 
 
-# --- for people -----------------------------------------------------------------------------------
+# --- printing -----------------------------------------------------------------------------------
 
 
 def _print(report: ProofReport, model: str) -> None:
     console = screen.console()
     _print_head(console, report, model)
     _print_groups(console, report)
-    if report.chance is None:
+    if report.distribution is None:
         _print_runs(console, report)
     else:
-        _print_chance(console, report)
+        _print_distribution(console, report)
     for case in report.different[:SHOWN]:
         _print_case(console, case, report.baseline)
     if (more := len(report.different) - SHOWN) > 0:
@@ -154,7 +152,7 @@ def _print(report: ProofReport, model: str) -> None:
             markup=False,
         )
     if report.integrity is not None:
-        console.print(f"the cache contradicts itself: {report.integrity}", style="red")
+        console.print(f"the KV cache is inconsistent: {report.integrity}", style="red")
     _print_verdict(console, report)
 
 
@@ -175,7 +173,7 @@ def _print_groups(console: Console, report: ProofReport) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    equality = report.chance is None
+    equality = report.distribution is None
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("group")
     names = ("prompts", "equal", "tokens per pass", "accepted", "of proposed")
@@ -196,17 +194,18 @@ def _print_groups(console: Console, report: ProofReport) -> None:
 
 
 def _print_runs(console: Console, report: ProofReport) -> None:
-    """One line for each kind of company, with how many prompts were equal in it."""
+    """One line for each batch context, with the number of equal prompts."""
     answered = report.answered
 
-    def line(name: str, company: str, count: int, remark: str = "") -> None:
-        told = answered[:count]
+    def line(name: str, batch_context: str, count: int, remark: str = "") -> None:
+        cases = answered[:count]
         bad = sum(
-            case.failure is not None or any(d.company == company for d in case.divergences)
-            for case in told
+            case.failure is not None
+            or any(d.batch_context == batch_context for d in case.divergences)
+            for case in cases
         )
         mark, style = ("✓", "green") if not bad else ("✗", "red")
-        text = f"{mark} {name:<22}{len(told) - bad} of {len(told)} equal"
+        text = f"{mark} {name:<22}{len(cases) - bad} of {len(cases)} equal"
         console.print(f"[{style}]{text}[/{style}]{remark}", soft_wrap=True)
 
     line(f"in batches of {report.batch}", "batch", len(answered))
@@ -218,42 +217,42 @@ def _print_runs(console: Console, report: ProofReport) -> None:
             "among other methods",
             "mixed",
             len(answered),
-            f"[dim]   {mixed.preempted} preemptions on {mixed.pages} pages; beside {others}[/dim]",
+            f"[dim]   {mixed.preempted} preemptions on {mixed.pages} pages; with {others}[/dim]",
         )
     console.print()
 
 
-def _print_chance(console: Console, report: ProofReport) -> None:
-    from outstride.bench.chance import ALPHA, POWER
+def _print_distribution(console: Console, report: ProofReport) -> None:
+    from outstride.bench.chi_square import ALPHA, POWER
 
-    found = report.chance
+    found = report.distribution
     assert found is not None
     units = {"ranks": "tokens", "neighbours": "pairs", "samples": "pairs"}
     asks = {
-        "ranks": "are likely and unlikely tokens met as often as they should be?",
-        "neighbours": "are tokens that follow each other independent, given the text?",
+        "ranks": "do likely and unlikely tokens occur as often as expected?",
+        "neighbours": "are consecutive tokens independent, given the text?",
         "samples": "are answers to the same prompt independent?",
     }
     for test in found.tests:
-        bad = test.p is not None and test.p < found.bar
-        told = "not tested: too few" if test.p is None else f"p = {test.p:.3g}"
+        bad = test.p is not None and test.p < found.significance
+        value = "not tested: too few" if test.p is None else f"p = {test.p:.3g}"
         mark = "✗" if bad else "✓" if test.p is not None else "–"
         style = "red" if bad else "green" if test.p is not None else "yellow"
         count = f"{test.count:,} {units[test.name]}"
-        text = f"[{style}]{mark} {test.name:<12}{told:<22}[/{style}]{count:<16}"
+        text = f"[{style}]{mark} {test.name:<12}{value:<22}[/{style}]{count:<16}"
         console.print(f"{text}[dim]{asks[test.name]}[/dim]", soft_wrap=True)
     if found.impossible:
         console.print(
-            f"✗ {found.impossible} of {found.tokens:,} tokens have no chance at all under plain",
+            f"✗ {found.impossible} of {found.tokens:,} tokens have probability 0 under plain",
             style="red",
         )
     console.print()
-    if found.shift < 1:
+    if found.shifted_share < 1:
         console.print(
-            f"With {found.tokens:,} tokens, a rule that puts {found.shift:.1%} of them at wrong "
-            f"ranks, or takes the likeliest token in {found.greedy:.1%} of cases instead of "
-            f"drawing, is found with a chance of {POWER:.0%}; four times the tokens (--n, "
-            f"--max-tokens) halve both figures. A rule that keeps its promise is accused in "
+            f"With {found.tokens:,} tokens, a rule that puts {found.shifted_share:.1%} of them at "
+            f"wrong ranks, or takes the most likely token in {found.greedy_share:.1%} of cases "
+            f"instead of sampling, is found with probability {POWER:.0%}; four times the tokens (--n, "
+            f"--max-tokens) halve both figures. A correct rule fails in "
             f"{ALPHA:.0%} of proofs.\n",
             style="dim",
         )
@@ -270,25 +269,25 @@ def _print_case(console: Console, case: ProofCase, baseline: str) -> None:
         for other in rest:
             also.setdefault((other.method, other.position, other.bits), []).append(_where(other))
         for (method, position, bits), places in also.items():
-            what = "the logits behind output token" if bits else "output token"
-            told = f"  also {' and '.join(places)}: {method}, {what} {position}"
-            console.print(told, style="dim", markup=False, soft_wrap=True)
+            what = "the logits of output token" if bits else "output token"
+            line = f"  also {' and '.join(places)}: {method}, {what} {position}"
+            console.print(line, style="dim", markup=False, soft_wrap=True)
     console.print()
 
 
 def _where(found: Divergence) -> str:
     how = {"batch": "in a batch", "alone": "alone", "mixed": "among other methods"}
-    return how[found.company] + (f", sample {found.sample}" if found.sample else "")
+    return how[found.batch_context] + (f", sample {found.sample}" if found.sample else "")
 
 
 def _side(side: Side, finish: str | None, what: str) -> str:
     if side.token is None:
         return f"the end of the answer ({finish})"
-    said = f"token {side.token} {screen.token_text(side.text)!r}"
+    text = f"token {side.token} {screen.token_text(side.text)!r}"
     if side.logit is None:
-        return said
+        return text
     rank = "" if side.rank is None else f", rank {side.rank}"
-    return f"{said}, {what} {side.logit:.9g}{rank}"
+    return f"{text}, {what} {side.logit:.9g}{rank}"
 
 
 def _print_divergence(console: Console, found: Divergence, baseline: str) -> None:
@@ -296,14 +295,14 @@ def _print_divergence(console: Console, found: Divergence, baseline: str) -> Non
     width = max(len(baseline), len(found.method)) + 1
     lines = [
         f"output token {found.position}, {_where(found)}, "
-        f"behind …{screen.token_text(found.before)!r}",
+        f"after …{screen.token_text(found.before)!r}",
         f"  {baseline + ':':<{width}} {_side(found.plain, found.finish[0], what)}",
         f"  {found.method + ':':<{width}} {_side(found.other, found.finish[1], what)}",
     ]
     if found.bits:
-        lines.append(f"  the tokens are equal, the logits behind them are not: {found.gap:.3g}")
-    elif found.gap is not None:
-        lines.append(f"  gap between their raw logits: {found.gap:.6f}")
+        lines.append(f"  the tokens are equal, their logits differ: {found.logit_difference:.3g}")
+    elif found.logit_difference is not None:
+        lines.append(f"  difference of their raw logits: {found.logit_difference:.6f}")
     for line in lines:
         console.print(f"  {line}", markup=False, soft_wrap=True)
 
@@ -312,18 +311,18 @@ def _print_verdict(console: Console, report: ProofReport) -> None:
     total = report.total
     prompts = "1 prompt" if total.prompts == 1 else f"{total.prompts} prompts"
     style = "bold red" if report.broken else "bold green"
-    if report.chance is not None:
+    if report.distribution is not None:
         if report.broken:
-            text = "does not follow the distribution that it promises"
-        elif not report.chance.tested:
-            text, style = "too few tokens for a test; nothing is shown", "bold yellow"
+            text = "does not follow the target's distribution"
+        elif not report.distribution.tested:
+            text, style = "too few tokens for a test", "bold yellow"
         else:
-            text = f"nothing speaks against its distribution on {prompts}"
+            text = f"consistent with the target's distribution on {prompts}"
     elif report.equal:
         text = f"equal on all {prompts}"
     else:
         text = f"different on {total.prompts - total.equal} of {prompts}"
-        if report.foundation:
+        if report.baseline_differs:
             text += f"; {report.baseline} differs from itself, so the fault lies below the method"
         elif report.broken:
             text += f"; it is declared {report.exactness.value}, so this is a fault"

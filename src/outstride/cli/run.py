@@ -1,4 +1,4 @@
-"""`outstride run`: one prompt, its answer as a stream, and what it cost."""
+"""`outstride run`: answers one prompt as a stream, and prints tokens, passes and speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outstride.cli.context import (
     loaded,
 )
 from outstride.core.params import SamplingParams
-from outstride.core.shape import Shape
+from outstride.core.structured_output import OutputFormat
 from outstride.errors import InvalidGrammar, InvalidPrompt
 from outstride.results import Chunk, Completion
 
@@ -32,7 +32,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         help="answer one prompt",
-        description="Answers one prompt, streaming. The last line says what the answer cost.",
+        description="Answers one prompt, streaming. The last line has the number of tokens and "
+        "forward passes, and the speed.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -42,19 +43,30 @@ def add(commands: Any) -> None:
     add_adapter_option(parser)
     parser.add_argument(
         "--method",
-        help="name or name:key=value,… (default plain, or steps for a masked model; see `outstride "
-        "methods`)",
+        default="auto",
+        help="decoding method, as NAME or NAME:key=value,… (default auto, which drafts where it pays; "
+        "`outstride methods` lists them)",
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
-    parser.add_argument("--raw", action="store_true", help="continue the prompt; no chat template")
-    shape = parser.add_mutually_exclusive_group()
-    shape.add_argument(
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the prompt as it is, without the chat template"
+    )
+    structured = parser.add_mutually_exclusive_group()
+    structured.add_argument(
         "--schema",
         metavar="JSON",
-        help="the answer is JSON that fits this schema: its text, or the name of its file",
+        help="structured output: the answer is JSON of this schema; the schema itself, or its file",
     )
-    shape.add_argument("--regex", metavar="TEXT", help="the answer matches this expression")
-    parser.add_argument("--trace", action="store_true", help="show which pass each token came from")
+    structured.add_argument(
+        "--regex",
+        metavar="TEXT",
+        help="structured output: the answer matches this regular expression",
+    )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="show the pass and the drafter that each token came from",
+    )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else"
     )
@@ -63,18 +75,18 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
-    """Answers."""
+    """Answers the prompt."""
     if args.raw and args.system is not None:
         args.parser.print_usage(sys.stderr)
         print("error: --system needs the chat template; it cannot go with --raw", file=sys.stderr)
         return 2
     params = sampling.params_of(args)
     check_method(args.method)
-    args.shape = _shape(args)
+    args.output_format = _output_format(args)
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt = _prompt(text, args.system, raw=args.raw)
     with loaded(args, context) as llm:
-        with screen.waiting("measuring what passes cost"):
+        with screen.waiting("measuring pass costs (first time only)"):
             llm.prepare(args.method)
         if args.json:
             _print_json(llm, prompt, params, args)
@@ -86,7 +98,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 def _prompt(text: str, system: str | None, *, raw: bool) -> str | list[dict[str, str]]:
     if raw:
         return text
-    if not text.strip():  # the template would make a prompt of it
+    if not text.strip():  # the chat template would turn it into a prompt
         raise InvalidPrompt("the prompt is empty")
     messages = [{"role": "user", "content": text}]
     if system is not None:
@@ -94,10 +106,10 @@ def _prompt(text: str, system: str | None, *, raw: bool) -> str | list[dict[str,
     return messages
 
 
-def _shape(args: argparse.Namespace) -> Shape | None:
-    """What the answer is to look like."""
+def _output_format(args: argparse.Namespace) -> OutputFormat | None:
+    """The structured output that the options ask for."""
     if args.regex is not None:
-        return Shape.regex(args.regex)
+        return OutputFormat.regex(args.regex)
     if args.schema is None:
         return None
     text = args.schema
@@ -106,19 +118,21 @@ def _shape(args: argparse.Namespace) -> Shape | None:
             text = Path(text).read_text(encoding="utf-8")
         except OSError as error:
             raise InvalidGrammar(f"--schema {text}: {error.strerror}") from error
-    return Shape("json_schema", text)
+    return OutputFormat("json_schema", text)
 
 
 def _print_json(
     llm: LLM, prompt: str | list[dict[str, str]], params: SamplingParams, args: argparse.Namespace
 ) -> None:
-    [result] = llm.generate(prompt, params, method=args.method, shape=args.shape, trace=args.trace)
+    [result] = llm.generate(
+        prompt, params, method=args.method, shape=args.output_format, trace=args.trace
+    )
     values = {"model": llm.name, "fingerprint": llm.fingerprint, **result.to_dict()}
     print(json.dumps(values, ensure_ascii=False))
 
 
 class _Answers:
-    """Shows several answers one after the other, although they arrive at the same time."""
+    """Prints several answers one after the other, although their chunks arrive interleaved."""
 
     def __init__(self, count: int, writer: screen.Writer) -> None:
         self._count = count
@@ -126,7 +140,7 @@ class _Answers:
         self._current = 0
         self._waiting: dict[int, str] = {}
         self.done: dict[int, Completion] = {}
-        self._head()
+        self._print_header()
 
     def take(self, chunk: Chunk) -> None:
         if chunk.completion is not None:
@@ -138,10 +152,10 @@ class _Answers:
         while self._current in self.done and self._current < self._count:
             self._writer.end_line()
             self._current += 1
-            self._head()
+            self._print_header()
             self._writer.write(self._waiting.pop(self._current, ""))
 
-    def _head(self) -> None:
+    def _print_header(self) -> None:
         if self._count > 1 and self._current < self._count:
             self._writer.write(f"[{self._current + 1} of {self._count}]\n")
 
@@ -151,7 +165,9 @@ def _stream(
 ) -> None:
     writer = screen.Writer()
     answers = _Answers(params.n, writer)
-    stream = llm.stream(prompt, params, method=args.method, shape=args.shape, trace=args.trace)
+    stream = llm.stream(
+        prompt, params, method=args.method, shape=args.output_format, trace=args.trace
+    )
     try:
         with closing(stream):  # type: ignore[type-var]
             for chunk in stream:
@@ -159,22 +175,22 @@ def _stream(
     finally:
         writer.end_line()
     outputs = [answers.done[i] for i in sorted(answers.done)]
-    _afterwards(llm, outputs, params, args)
+    _print_summary(llm, outputs, params, args)
 
 
-def _afterwards(
+def _print_summary(
     llm: LLM, outputs: Sequence[Completion], params: SamplingParams, args: argparse.Namespace
 ) -> None:
-    """What is said about the answer; the last line is always its cost."""
+    """Prints trace, log-probabilities and remarks; the last line is always the statistics."""
 
-    def spell(tokens: Sequence[int]) -> str:
+    def decode(tokens: Sequence[int]) -> str:
         return llm.tokenizer.decode(tokens, skip_special=False)
 
     for output in outputs:
         if args.trace:
-            trace.show(spell, output)
+            trace.show(decode, output)
         if params.logprobs is not None:
-            trace.show_logprobs(spell, output)
+            trace.show_logprobs(decode, output)
     if any(output.finish_reason == "length" for output in outputs):
         screen.note("cut off by the limit on tokens (--max-tokens)")
     if params.temperature > 0 and params.seed is None:

@@ -1,4 +1,4 @@
-"""What the user sees: answers and results on standard output, everything else on standard error."""
+"""Terminal output: answers and results on standard output, everything else on standard error."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
     from outstride.results import Completion
 
-_PATIENCE = 0.5
-"""Seconds before a spinner appears: what is quicker needs none."""
+_SPINNER_DELAY = 0.5
+"""Seconds before a spinner appears."""
 _WIDE = 120
-"""Columns of a table that goes into a file or a pipe."""
+"""Columns of a table that is written to a file or a pipe."""
 
 
 def debugging() -> bool:
-    """Whether the user wants tracebacks."""
+    """Whether tracebacks are shown (`OUTSTRIDE_DEBUG=1`)."""
     return os.environ.get("OUTSTRIDE_DEBUG") == "1"
 
 
 def console(*, error: bool = False) -> Console:
-    """Standard output or standard error, for tables and colours. Never for text of a model."""
+    """A rich console for tables and colours; generated text never goes through it."""
     from rich.console import Console
 
     stream = sys.stderr if error else sys.stdout
@@ -39,7 +39,7 @@ def console(*, error: bool = False) -> Console:
 
 
 def explain(error: BaseException) -> str:
-    """An error in one line."""
+    """The text of an error in one line."""
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     elif isinstance(error, OutstrideError):
@@ -50,49 +50,49 @@ def explain(error: BaseException) -> str:
     return " ".join(text.split())
 
 
-def complain(error: BaseException) -> None:
-    """Says on standard error what went wrong."""
+def report_error(error: BaseException) -> None:
+    """Prints an error on standard error."""
     sys.stdout.flush()
     print(f"error: {explain(error)}", file=sys.stderr, flush=True)
 
 
 def note(text: str) -> None:
-    """A remark beside the answer; only for people, so only on a terminal."""
+    """Prints a remark on standard error, if that is a terminal."""
     if sys.stderr.isatty():
         sys.stdout.flush()
         console(error=True).print(text, style="dim", markup=False, soft_wrap=True)
 
 
 def clean(text: str) -> str:
-    """Text of a model without control characters: it must not steer the terminal."""
+    """Generated text without control characters, which could control the terminal."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def token_text(text: str) -> str:
-    """A token as it can stand in a table: line breaks and the like are written out."""
+    """A token for a table: line breaks and other control characters are escaped."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class Writer:
-    """Streams an answer to standard output and knows whether its last line is finished."""
+    """Streams an answer to standard output, and remembers whether its last line has ended."""
 
     def __init__(self) -> None:
-        self._fresh = True
+        self._at_line_start = True
 
     def write(self, text: str) -> None:
         text = clean(text)
         if text:
             sys.stdout.write(text)
             sys.stdout.flush()
-            self._fresh = text.endswith("\n")
+            self._at_line_start = text.endswith("\n")
 
     def end_line(self) -> None:
-        if not self._fresh:
+        if not self._at_line_start:
             self.write("\n")
 
 
 def stats_line(outputs: Sequence[Completion]) -> str:
-    """What answers cost, in one line."""
+    """Tokens, passes and speed of some answers in one line."""
     tokens = sum(output.stats.emitted for output in outputs)
     passes = sum(output.stats.passes for output in outputs)
     seconds = max((output.stats.seconds for output in outputs), default=0.0)
@@ -106,13 +106,13 @@ def stats_line(outputs: Sequence[Completion]) -> str:
 
 @contextmanager
 def waiting(message: str) -> Iterator[None]:
-    """A spinner on standard error, if it takes long enough for somebody to wonder."""
+    """A spinner on standard error after half a second, if that is a terminal."""
     screen = console(error=True)
     if not screen.is_terminal:
         yield
         return
     status = screen.status(f"[dim]{message}…[/dim]")
-    timer = threading.Timer(_PATIENCE, status.start)
+    timer = threading.Timer(_SPINNER_DELAY, status.start)
     timer.daemon = True
     timer.start()
     try:
@@ -125,7 +125,7 @@ def waiting(message: str) -> Iterator[None]:
 
 @contextmanager
 def bar(message: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on standard error; yields what to call with how much of how much is done."""
+    """A progress bar on standard error; yields a function that takes the done and the total count."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     screen = console(error=True)

@@ -1,4 +1,4 @@
-"""`outstride serve`: OpenAI's API, with a choice of method per request."""
+"""`outstride serve`: an HTTP server with OpenAI's API; each request may choose its method."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outstride.cli.context import Context, add_adapter_option, add_model_options, check_method
 from outstride.errors import InvalidParams
+
+if TYPE_CHECKING:
+    from outstride.serve.ipc import Handshake
 
 KEY = "OUTSTRIDE_API_KEY"
 
@@ -18,8 +21,10 @@ def add(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "serve",
-        help="serve the OpenAI API",
-        description="Serves OpenAI's API on loopback. Ctrl-C or SIGTERM finishes what runs and ends.",
+        help="serve the OpenAI API over HTTP",
+        description="Serves OpenAI's API on the loopback address, and a page to try it. A line on "
+        "standard error says when it is ready. Ctrl-C or SIGTERM finishes the running requests "
+        "and stops; a second one stops at once.",
         allow_abbrev=False,
     )
     add_model_options(parser)
@@ -32,91 +37,107 @@ def add(commands: Any) -> None:
         "--name",
         action="append",
         metavar="NAME",
-        help="what requests call the model (default: as given by --model); may be repeated",
+        help="name of the model in requests (default: the value of --model); may be repeated",
     )
     add_engine_options(parser)
+    _add_access_options(parser)
+    parser.set_defaults(action=run)
+
+
+def _add_access_options(parser: argparse.ArgumentParser) -> None:
+    """Adds API keys, origins, queue and time limits."""
     safety = parser.add_argument_group("limits and access")
     safety.add_argument(
         "--api-key",
         action="append",
         metavar="KEY",
-        help=f"a key that requests must carry; may be repeated, also {KEY} in the environment",
+        help=f"API key that requests must have; may be repeated; also the variable {KEY}",
     )
     safety.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="a file with a key on each line"
+        "--api-key-file", type=Path, metavar="FILE", help="file with one API key per line"
     )
     safety.add_argument(
         "--origin",
         action="append",
         metavar="URL",
-        help="a web origin whose pages may call this server (default none); may be repeated",
+        help="web origin whose pages may call this server, CORS (default none); may be repeated",
     )
     safety.add_argument(
         "--queue",
         type=int,
         default=256,
         metavar="N",
-        help="answers that may wait beyond those that run; more get status 429 (default 256)",
+        help="answers that may wait for a running one to end; more get status 429 (default 256)",
     )
     safety.add_argument(
         "--deadline",
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="the longest that a request may take (default 600)",
+        help="time limit of a request (default 600)",
     )
     safety.add_argument(
         "--grace",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="time for running requests when told to stop (default 30)",
+        help="time that running requests get when the server stops (default 30)",
     )
     safety.add_argument(
-        "--no-log", action="store_true", help="no line per request on standard error"
+        "--no-log", action="store_true", help="do not log requests on standard error"
     )
-    parser.set_defaults(action=run)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """What shapes the engine, for every command that starts one in a process of its own."""
+    """Adds the engine options, for commands that run the engine in a separate process."""
     parser.add_argument(
         "--method",
         default="auto",
-        help="for requests that name none (default auto; see `outstride methods`)",
+        help="decoding method of requests that name none (default auto; `outstride methods` lists "
+        "them)",
     )
     parser.add_argument(
         "--draft-model",
         action="append",
         metavar="MODEL",
-        help="a model that requests may name as drafter; may be repeated",
+        help="draft model that requests may name; loaded at the start; may be repeated",
     )
     parser.add_argument(
-        "--pages", type=int, metavar="N", help="pages of the cache (default: by memory)"
+        "--pages",
+        type=int,
+        metavar="N",
+        help="size of the KV cache in pages of 16 tokens (default: by context length and free memory)",
     )
     parser.add_argument(
         "--max-sequences",
         type=int,
         default=64,
         metavar="N",
-        help="answers that run at the same time (default 64)",
+        help="maximum number of answers that are decoded at the same time (default 64)",
     )
     parser.add_argument(
-        "--max-nodes", type=int, default=256, metavar="N", help="nodes of a pass (default 256)"
+        "--max-nodes",
+        type=int,
+        default=256,
+        metavar="N",
+        help="maximum number of tokens in a forward pass, prefill and drafts included (default 256)",
     )
 
 
 def settings_of(args: argparse.Namespace, **more: Any) -> Any:
-    """Settings of the server, from options that it shares with `batch`."""
+    """The settings of `serve` and `batch`, from their common options."""
+    from outstride.models.choose_weights import check_options
+    from outstride.serve.ipc import EngineSettings
     from outstride.serve.settings import ServeSettings
-    from outstride.serve.wire import EngineSettings
 
     check_method(args.method)
+    check_options(args.device, args.weights)
     for name in ("max_sequences", "max_nodes", "pages"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise InvalidParams(f"--{name.replace('_', '-')} must be at least 1")
     engine = EngineSettings(
         model=args.model,
+        device=args.device,
         weights=args.weights,
         adapter=args.adapter,
         pages=args.pages,
@@ -128,8 +149,8 @@ def settings_of(args: argparse.Namespace, **more: Any) -> Any:
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
-    """Serves."""
-    del context  # the engine has a process of its own, which loads the model itself
+    """Serves until it is stopped."""
+    del context  # the engine process loads the model itself
     from outstride.models.load import locate
     from outstride.serve.run import serve
     from outstride.serve.settings import Bounds
@@ -150,8 +171,23 @@ def run(args: argparse.Namespace, context: Context) -> int:
     )
     for name in (args.model, *settings.engine.draft_models):
         locate(name)
-    print(f"http://{args.host}:{args.port} (loading {args.model})", file=sys.stderr, flush=True)
-    return serve(settings, args.host, args.port)
+    print(f"loading {args.model}", file=sys.stderr, flush=True)
+
+    def announce(handshake: Handshake, address: str) -> None:
+        print(ready_text(handshake, address, settings.method), file=sys.stderr, flush=True)
+
+    return serve(settings, args.host, args.port, announce)
+
+
+def ready_text(handshake: Handshake, address: str, method: str) -> str:
+    """What the server says when it answers requests: where, which model, and with which resources."""
+    return (
+        f"ready: {address}\n"
+        f"  model {handshake.model}, device {handshake.device}, weights {handshake.weights} "
+        f"({handshake.operations})\n"
+        f"  context length {handshake.context:,} tokens, KV cache {handshake.capacity:,} tokens "
+        f"({handshake.kv_bytes / 1e6:,.0f} MB), default method {method}"
+    )
 
 
 def _keys(args: argparse.Namespace) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Where tokens came from, and how likely they were, made visible."""
+"""Shows which pass and drafter each token came from, and log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _MARKS = {
     "unmasked": ("", ""),
     "given": ("{", "}"),
 }
-"""For output without colours."""
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""Marks around the text of a token, for output without colours."""
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
-def _pieces(decode: Decode, rows: Sequence[Provenance]) -> list[tuple[str, Provenance]]:
-    """The text that each token added; one that ends within a character waits for the next."""
+def _token_texts(decode: Decode, rows: Sequence[Provenance]) -> list[tuple[str, Provenance]]:
+    """The text of each token; tokens that end within a UTF-8 character are joined with the next."""
     found, waiting = [], list[int]()
     for row in rows:
         waiting.append(row.token)
         text = decode(waiting)
-        if text.endswith(_UNFINISHED) and len(waiting) < 4:
+        if text.endswith(_INCOMPLETE) and len(waiting) < 4:
             continue
         found.append((screen.clean(text) or f"‹{row.token}›", row))
         waiting = []
@@ -48,17 +48,17 @@ def _pieces(decode: Decode, rows: Sequence[Provenance]) -> list[tuple[str, Prove
 
 
 def show(decode: Decode, output: Completion) -> None:
-    """The answer in colours, and a table of its passes."""
+    """Prints the answer in colours, and a table of its passes."""
     console, rows = screen.console(), output.trace or []
     coloured = console.is_terminal and not console.no_color
     text = Text()
-    for kind, group in groupby(_pieces(decode, rows), key=lambda piece: piece[1].kind):
-        for piece, _ in group:
+    for kind, group in groupby(_token_texts(decode, rows), key=lambda item: item[1].kind):
+        for shown, _ in group:
             if coloured or kind == "plain":
-                text.append(piece, style=_STYLES[kind])
+                text.append(shown, style=_STYLES[kind])
             else:
                 left, right = _MARKS[kind]
-                text.append(f"{left}{piece}{right}")
+                text.append(f"{left}{shown}{right}")
     console.print()
     console.print(text, soft_wrap=not coloured)
     console.print()
@@ -69,7 +69,7 @@ def show(decode: Decode, output: Completion) -> None:
         table.add_column(name, justify="right")
     table.add_column("from")
     table.add_column("text", overflow="fold")
-    in_time = sorted(rows, key=lambda row: row.step)  # a masked model goes by another order
+    in_time = sorted(rows, key=lambda row: row.step)  # masked models unmask in another order
     for step, batch in groupby(in_time, key=lambda row: row.step):
         passed = list(batch)
         sources = dict.fromkeys(row.source for row in passed if row.kind == "drafted")
@@ -86,11 +86,11 @@ def show(decode: Decode, output: Completion) -> None:
 
 def _legend(rows: Sequence[Provenance], *, coloured: bool) -> Text:
     meanings = {
-        "drafted": "guessed, then confirmed",
-        "bonus": "the model's own, behind a guess",
-        "plain": "nothing was guessed",
-        "unmasked": "a mask was filled in",
-        "given": "stood there already",
+        "drafted": "drafted, then accepted by the model",
+        "bonus": "the model's own token after accepted drafts",
+        "plain": "no draft in this pass",
+        "unmasked": "a mask that was filled in",
+        "given": "part of the given text",
     }
     lines = []
     for kind, meaning in meanings.items():
@@ -104,11 +104,11 @@ def _legend(rows: Sequence[Provenance], *, coloured: bool) -> Text:
 
 
 def show_logprobs(decode: Decode, output: Completion) -> None:
-    """A table of tokens with their log-probabilities under the raw logits."""
+    """Prints a table of tokens with their log-probabilities under the raw logits."""
     table = Table(box=None, pad_edge=False)
     table.add_column("token")
     table.add_column("logprob", justify="right")
-    table.add_column("likeliest")
+    table.add_column("most probable")
     for row in output.logprobs or ():
         top = "  ".join(
             f"{screen.token_text(decode([token])) or token!s} {value:.3f}"

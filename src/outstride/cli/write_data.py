@@ -1,4 +1,4 @@
-"""`outstride write-data`: the model writes the words that its own trained parts learn from."""
+"""`outstride write-data`: the model writes the corpus that its own draft heads are trained on."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outstride import registry
-from outstride.cli.context import DEFAULT_MODEL, Context, add_weights_option
+from outstride.cli.context import DEFAULT_MODEL, Context, add_device_option, add_weights_option
 from outstride.errors import InvalidParams
 
 if TYPE_CHECKING:
-    from outstride.train.corpus import Engines
-    from outstride.train.write import Order
+    from outstride.models.choose_weights import Placement
+    from outstride.train.corpus import CorpusEngines
+    from outstride.train.generate_data import CorpusSpec
 
 TOKENS = 500_000
-ON_A_CARD = 512
-ELSEWHERE = 32
+ON_GPU = 512
+ON_CPU = 32
 
 
 def add(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "write-data",
-        help="let the model write its own training words",
+        help="let the model write its own training corpus",
         description="The model writes prompts from its own chat opening, of several kinds of tasks, "
-        "and answers them. The same command goes on where it was broken off; the same seed writes the "
-        "same words.",
+        "and answers them. The same command resumes an interrupted run; the same seed writes the same "
+        "texts.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -37,54 +38,55 @@ def add(commands: Any) -> None:
         metavar="MODEL",
         help=f"alias, GGUF file, checkpoint folder or hub id (default {DEFAULT_MODEL})",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="of the words")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="corpus folder")
     much = parser.add_mutually_exclusive_group()
     much.add_argument(
-        "--tokens", type=int, metavar="N", help=f"of answers, in all (default {TOKENS:,})"
+        "--tokens", type=int, metavar="N", help=f"total answer tokens (default {TOKENS:,})"
     )
     much.add_argument("--minutes", type=float, metavar="M", help="how long to write instead")
     _add_texts(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of everything (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     parser.add_argument(
         "--concurrency",
         type=int,
         metavar="N",
-        help=f"texts at once (default {ELSEWHERE}; {ON_A_CARD} with --weights bf16)",
+        help=f"texts at once (default {ON_CPU}; {ON_GPU} on a GPU)",
     )
     parser.add_argument(
         "--workers",
         type=int,
         metavar="N",
-        help="processes that share them, each with the model (default 1; on a card one for each 128 "
-        "texts at once, as far as there are cores)",
+        help="processes that share them, each with the model (default 1; on a GPU one for each 128 "
+        "texts at once, up to the number of cores)",
     )
+    add_device_option(parser)
     add_weights_option(parser)
     parser.set_defaults(action=run)
 
 
 def _add_texts(parser: argparse.ArgumentParser) -> None:
-    """Adds what is said of the texts: which prompts, and how they are answered."""
+    """Adds the options of prompts and answers."""
     parser.add_argument(
         "--prompts",
         action="append",
         default=[],
         metavar="FILE",
-        help=".txt or .jsonl of prompts that are answered first; may be given again",
+        help=".txt or .jsonl of prompts that are answered first; may be given several times",
     )
     parser.add_argument(
         "--kinds",
         type=float,
         default=0.75,
         metavar="SHARE",
-        help="of the model's own prompts, how many begin with the stem of a task: maths, translation, "
+        help="share of the model's own prompts that begin with a task template: maths, translation, "
         "summary, question, … (default 0.75; 0: none)",
     )
     parser.add_argument(
         "--passages",
         default="",
         metavar="FOLDER",
-        help="words that were written before: every prompt is about a passage that is put together "
-        "from their answers, which makes long prompts cheap",
+        help="an earlier corpus: every prompt is about a passage that is assembled from its answers, "
+        "which makes long prompts cheap",
     )
     parser.add_argument(
         "--max-passage",
@@ -94,7 +96,10 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
         help="tokens of such passages in a prompt (default 900)",
     )
     parser.add_argument(
-        "--temperature", type=float, default=1.0, help="of the model's own prompts (default 1.0)"
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="temperature of the model's own prompts (default 1.0)",
     )
     parser.add_argument(
         "--answers",
@@ -103,58 +108,69 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
         help="how answers are decoded (default greedy=0.6,sampled=0.4; sampled at 0.8)",
     )
     parser.add_argument(
-        "--max-prompt", type=int, default=96, metavar="N", help="tokens (default 96)"
+        "--max-prompt",
+        type=int,
+        default=96,
+        metavar="N",
+        help="largest number of tokens of a prompt (default 96)",
     )
     parser.add_argument(
-        "--max-answer", type=int, default=384, metavar="N", help="tokens (default 384)"
+        "--max-answer",
+        type=int,
+        default=384,
+        metavar="N",
+        help="largest number of tokens of an answer (default 384)",
     )
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
-    """Writes."""
-    del context  # the model needs room for many sequences, and may run in several processes
+    """Writes a corpus."""
+    del context  # the model needs a larger KV cache, and may run in several processes
     import sys
 
     from outstride.cli.progress import progress, seconds_text
-    from outstride.models.load import choose_weights, locate, opened
-    from outstride.train.corpus import Desk, Goal, Standing, write
-    from outstride.train.words import Words
+    from outstride.models.choose_weights import place, placements
+    from outstride.models.load import locate, opened
+    from outstride.train.corpus import CorpusGoal, CorpusProgress, CorpusWriter, write
+    from outstride.train.corpus_files import Corpus
 
-    order = _order(args)
+    spec = _spec(args)
     tokens = TOKENS if args.tokens is args.minutes is None else args.tokens
-    goal = Goal(tokens, args.minutes)
-    engines = _engines(args)
-    choose_weights(args.weights)
+    goal = CorpusGoal(tokens, args.minutes)
+    allowed = placements(args.device, args.weights)
     config, _, tokenizer = opened(locate(args.model))
+    placement = place(config, allowed)
+    engines = _engines(args, placement)
     about = {
         "model": args.model,
         "vocabulary": tokenizer.digest,
         "vocab_size": config.vocab_size,
         "end": min(tokenizer.eos_ids, default=0),
-        "weights": args.weights,
-        "order": order.about(),
+        "device": placement.device,
+        "weights": placement.weights,
+        "spec": spec.about(),
     }
-    words = Words.create(args.out, about)
+    corpus = Corpus.create(args.out, about)
     with progress("writing") as show:
 
-        def say(now: Standing) -> None:
+        def say(now: CorpusProgress) -> None:
             text = f"{now.texts:,} texts, {now.tokens:,} tokens, {now.rate:,.0f} tokens/s"
-            left = seconds_text(now.left) if now.left else "finishing what is under way"
+            left = seconds_text(now.left) if now.left else "finishing running texts"
             show(
                 1.0 if now.ended else min(now.share, 0.99), text if now.ended else f"{text}, {left}"
             )
 
-        desk = Desk.at(words, goal, say)
-        if desk.texts:
-            print(f"{args.out} holds {desk.texts:,} texts; going on", file=sys.stderr)
-        write(engines, order, desk)
-    print(f"{args.out}: {desk.texts:,} texts, {desk.tokens:,} tokens of answers")
+        writer = CorpusWriter.at(corpus, goal, say)
+        if writer.texts:
+            print(f"{args.out} holds {writer.texts:,} texts; continuing", file=sys.stderr)
+        write(engines, spec, writer)
+    print(f"{args.out}: {writer.texts:,} texts, {writer.tokens:,} tokens of answers")
     return 0
 
 
-def _order(args: argparse.Namespace) -> Order:
+def _spec(args: argparse.Namespace) -> CorpusSpec:
     from outstride.bench.prompts import read_prompts
-    from outstride.train.write import Order
+    from outstride.train.generate_data import CorpusSpec
 
     options = (
         registry.Option("greedy", float, 0.6, False),
@@ -165,11 +181,11 @@ def _order(args: argparse.Namespace) -> Order:
     if abs(greedy + shares.get("sampled", 1.0 - greedy) - 1.0) > 1e-6:
         raise InvalidParams(f"the shares of --answers add up to 1; {args.answers} does not")
     prompts = [prompt.text for file in args.prompts for prompt in read_prompts(file)]
-    return Order(
+    return CorpusSpec(
         seed=args.seed,
         temperature=args.temperature,
         greedy=greedy,
-        kinds=args.kinds,
+        template_share=args.kinds,
         max_prompt=args.max_prompt,
         max_answer=args.max_answer,
         prompts=tuple(prompts),
@@ -178,14 +194,18 @@ def _order(args: argparse.Namespace) -> Order:
     )
 
 
-def _engines(args: argparse.Namespace) -> Engines:
-    from outstride.train.corpus import HEAD, Engines
+def _engines(args: argparse.Namespace, placement: Placement) -> CorpusEngines:
+    from outstride.train.corpus import SEQUENCES_PER_PROCESS, CorpusEngines
 
-    card = args.weights == "bf16"
+    gpu = placement.device == "cuda"
     concurrency = args.concurrency
     if concurrency is None:
-        concurrency = ON_A_CARD if card else ELSEWHERE
+        concurrency = ON_GPU if gpu else ON_CPU
     workers = args.workers
     if workers is None:
-        workers = min(-(-concurrency // HEAD), max(1, (os.cpu_count() or 1) - 1)) if card else 1
-    return Engines(args.model, args.weights, concurrency, workers)
+        workers = (
+            min(-(-concurrency // SEQUENCES_PER_PROCESS), max(1, (os.cpu_count() or 1) - 1))
+            if gpu
+            else 1
+        )
+    return CorpusEngines(args.model, placement.weights, concurrency, workers, placement.device)

@@ -1,4 +1,4 @@
-"""The routes."""
+"""The HTTP application: routes, errors, CORS."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -16,21 +14,23 @@ from starlette.types import ASGIApp
 import outstride
 from outstride import registry
 from outstride.serve import prove
-from outstride.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from outstride.serve.gate import Gate
-from outstride.serve.link import EngineDown
+from outstride.serve.engine_client import EngineDown
+from outstride.serve.ipc import Gauges
 from outstride.serve.metrics import CONTENT_TYPE
-from outstride.serve.reply import Reply
+from outstride.serve.middleware import AccessMiddleware
+from outstride.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from outstride.serve.responses import dumps
 from outstride.serve.service import Service
-from outstride.serve.settings import PAGE, PAGE_FILES, Refusal, ServeSettings, invalid
-from outstride.serve.wire import Gauges
+from outstride.serve.settings import PAGE, PAGE_FILES, APIError, ServeSettings, invalid
+from outstride.serve.streaming import StreamingReply
+from outstride.serve.validation import StrictJSONRoute
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "The request is wrong; the message says where"},
+    400: {"description": "The request is wrong; `param` names the field"},
     404: {"description": "No such model"},
     408: {"description": "The deadline passed"},
-    429: {"description": "The queue is full; Retry-After says when to come back"},
-    500: {"description": "This request failed, and only this one; the message has an id"},
+    429: {"description": "The queue is full; Retry-After says when to try again"},
+    500: {"description": "This request failed, and no other; the message has an id"},
     503: {"description": "The engine is not ready"},
 }
 
@@ -53,43 +53,42 @@ def make_app(settings: ServeSettings) -> tuple[ASGIApp, Service]:
         docs_url=None,
         redoc_url=None,
     )
+    app.router.route_class = StrictJSONRoute
     _errors(app)
     _generation(app, service)
     prove.add(app, service, _ERRORS)
     _tokens(app, service)
     _state(app, service)
     _page(app)
-    if settings.origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(settings.origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
-        )
-    return Gate(app, settings, service.metrics), service
+    guarded = AccessMiddleware(app, settings, service.metrics)
+    if not settings.origins:
+        return guarded, service
+    # Outermost: a preflight carries no API key, and a page may read an error only with CORS headers.
+    cors = CORSMiddleware(
+        guarded,
+        allow_origins=list(settings.origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["retry-after", "www-authenticate"],
+    )
+    return cors, service
 
 
 def _errors(app: FastAPI) -> None:
-    def answer(refusal: Refusal) -> Response:
-        return JSONResponse(refusal.body(), refusal.status, refusal.headers)
+    def answer(error: APIError) -> Response:
+        body = dumps(error.body()).encode("utf-8", "replace")
+        return Response(body, error.status, error.headers, media_type="application/json")
 
-    @app.exception_handler(Refusal)
-    async def refused(_: Request, error: Refusal) -> Response:
+    @app.exception_handler(APIError)
+    async def refused(_: Request, error: APIError) -> Response:
         return answer(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        place = place.encode("utf-8", "replace").decode()[:200]
-        return answer(invalid(f"{place}: {first['msg']}" if place else first["msg"], place or None))
 
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, error: HTTPException) -> Response:
-        if isinstance(error.__cause__, Refusal):  # while the body was read
+        if isinstance(error.__cause__, APIError):  # raised while the body was read
             return answer(error.__cause__)
         return answer(
-            Refusal(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+            APIError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
         )
 
 
@@ -102,23 +101,25 @@ def _generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", response_model=None, responses=_ERRORS)
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
-        return Reply(service.admit(await service.clerk.chat(body, _tenant(request))))
+        return StreamingReply(service.admit(await service.parser.chat(body, _tenant(request))))
 
     @app.post("/v1/completions", response_model=None, responses=_ERRORS)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continues texts."""
-        return Reply(service.admit(await service.clerk.completion(body, _tenant(request))))
+        return StreamingReply(
+            service.admit(await service.parser.completion(body, _tenant(request)))
+        )
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model, under its names."""
-        return {"object": "list", "data": [_model(name, service) for name in service.clerk.names]}
+        """The model, once per name."""
+        return {"object": "list", "data": [_model(name, service) for name in service.parser.names]}
 
     @app.get("/v1/models/{name:path}", responses={404: _ERRORS[404]})
     async def model(name: str) -> dict[str, Any]:
-        """The model, if it is called that."""
-        if name not in service.clerk.names:
-            raise Refusal(404, f"there is no model {name!r} here", code="model_not_found")
+        """The model of this name."""
+        if name not in service.parser.names:
+            raise APIError(404, f"this server has no model {name!r}", code="model_not_found")
         return _model(name, service)
 
     @app.get("/v1/methods")
@@ -128,19 +129,21 @@ def _generation(app: FastAPI, service: Service) -> None:
 
 
 def _model(name: str, service: Service) -> dict[str, Any]:
-    hello = service.link.hello
+    handshake = service.engine.handshake
     return {
         "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "outstride",
-        "context_length": hello.context if hello else None,
-        "system_fingerprint": hello.fingerprint if hello else None,
-        "operations": hello.operations if hello else None,
+        "context_length": handshake.context if handshake else None,
+        "system_fingerprint": handshake.fingerprint if handshake else None,
+        "operations": handshake.operations if handshake else None,
+        "device": handshake.device if handshake else None,
+        "weights": handshake.weights if handshake else None,
     }
 
 
-def _method(entry: registry.Entry) -> dict[str, Any]:
+def _method(entry: registry.MethodEntry) -> dict[str, Any]:
     return {
         "id": entry.name,
         "family": entry.family,
@@ -162,41 +165,41 @@ def _method(entry: registry.Entry) -> dict[str, Any]:
 
 
 def _tokens(app: FastAPI, service: Service) -> None:
-    clerk = service.clerk
+    parser = service.parser
 
     @app.post("/tokenize", responses={400: _ERRORS[400], 503: _ERRORS[503]})
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """Token ids of a text or a conversation."""
         if (body.prompt is None) == (body.messages is None):
-            raise invalid("give prompt or messages, one of them")
+            raise invalid("give either prompt or messages")
         if body.messages is not None:
-            text = clerk.chat_text(body.messages, [], body.add_generation_prompt)
-            tokens = await clerk.encode(text, add_special=False)
+            text = parser.chat_text(body.messages, [], body.add_generation_prompt)
+            tokens = await parser.encode(text, add_special=False)
         else:
-            tokens = await clerk.encode(body.prompt or "", body.add_special_tokens)
+            tokens = await parser.encode(body.prompt or "", body.add_special_tokens)
         found: dict[str, Any] = {
             "tokens": tokens,
             "count": len(tokens),
-            "max_model_len": clerk.hello.context,
+            "max_model_len": parser.handshake.context,
         }
         if body.return_token_strs:
-            found["token_strs"] = [clerk.tokenizer.decode([t], skip_special=False) for t in tokens]
+            found["token_strs"] = [parser.tokenizer.decode([t], skip_special=False) for t in tokens]
         return found
 
     @app.post("/detokenize", responses={400: _ERRORS[400], 503: _ERRORS[503]})
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         """The text of token ids."""
-        if any(token >= clerk.hello.vocab_size for token in body.tokens):
+        if any(token >= parser.handshake.vocab_size for token in body.tokens):
             raise invalid(
-                f"a token is outside the vocabulary of {clerk.hello.vocab_size}", "tokens"
+                f"a token is outside the vocabulary of {parser.handshake.vocab_size}", "tokens"
             )
-        return {"prompt": clerk.tokenizer.decode(body.tokens, skip_special=False)}
+        return {"prompt": parser.tokenizer.decode(body.tokens, skip_special=False)}
 
 
 def _state(app: FastAPI, service: Service) -> None:
     async def gauges(timeout: float) -> Gauges | None:
         try:
-            return await service.link.ping(timeout)
+            return await service.engine.ping(timeout)
         except (EngineDown, TimeoutError):
             return None
 
@@ -214,7 +217,7 @@ def _state(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """Figures for Prometheus."""
+        """Metrics for Prometheus."""
         return Response(service.metrics.text(await gauges(2.0)), media_type=CONTENT_TYPE)
 
 
@@ -224,8 +227,10 @@ def _page(app: FastAPI) -> None:
     def file(name: str) -> Response:
         path = PAGE / name
         if not path.is_file():
-            raise Refusal(404, "this build has no page; the API is under /v1")
-        headers = {"cache-control": "no-cache"}  # a newer build has newer files under these names
+            raise APIError(404, "this build has no page; the API is under /v1")
+        headers = {
+            "cache-control": "no-cache"
+        }  # a newer build has other files under the same names
         return Response(path.read_bytes(), media_type=PAGE_FILES[name], headers=headers)
 
     async def part(request: Request) -> Response:

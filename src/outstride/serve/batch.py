@@ -1,7 +1,7 @@
-"""OpenAI's batch files without a server: requests in, answers out, line by line.
+"""OpenAI's batch files without a server: a request per line in, an answer per line out.
 
-Answers are written as they come, each in one piece, so that a run that broke off goes on where it was:
-what has its answer in the output is not asked again, except for what failed by no fault of its own.
+Answers are appended as they come, a line at a time. A run that was interrupted continues: requests that
+have an answer in the output are not run again, unless the answer is a server error.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from outstride.errors import InvalidParams
-from outstride.serve.answers import dumps
-from outstride.serve.bodies import ChatBody, CompletionBody
-from outstride.serve.orders import Order
+from outstride.serve.protocol import ChatBody, CompletionBody
+from outstride.serve.requests import ParsedRequest
+from outstride.serve.responses import dumps
 from outstride.serve.service import Service
-from outstride.serve.settings import Refusal, ServeSettings, invalid
+from outstride.serve.settings import APIError, ServeSettings
+from outstride.serve.validation import validated
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 ATTEMPTS = 3
-"""How often a request is tried whose engine died."""
+"""How often a request is tried when its engine dies."""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BatchRequest:
     """One request of a batch file."""
 
     id: str
@@ -38,9 +37,9 @@ class Line:
     body: dict[str, Any]
 
 
-def read(path: Path) -> list[Line]:
-    """The requests of a file; what is wrong with it is said before anything runs."""
-    found: dict[str, Line] = {}
+def read(path: Path) -> list[BatchRequest]:
+    """The requests of a file; raises `InvalidParams` with the line if one is wrong."""
+    found: dict[str, BatchRequest] = {}
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not text.strip():
             continue
@@ -55,15 +54,15 @@ def read(path: Path) -> list[Line]:
         if not isinstance(name, str) or not name:
             raise InvalidParams(f"{where}: custom_id is missing")
         if name in found:
-            raise InvalidParams(f"{where}: custom_id {name!r} is there twice")
+            raise InvalidParams(f"{where}: custom_id {name!r} occurs twice")
         if value.get("method", "POST") != "POST" or url not in URLS:
             raise InvalidParams(f"{where}: the url must be one of {', '.join(URLS)}, with POST")
-        found[name] = Line(name, url, value["body"])
+        found[name] = BatchRequest(name, url, value["body"])
     return list(found.values())
 
 
 def resume(path: Path) -> dict[str, int]:
-    """The requests that have their answer, by status; whatever else is in the file is taken out."""
+    """The status of requests that have an answer; removes cut-off lines and server errors."""
     if not path.exists():
         return {}
     done: dict[str, str] = {}
@@ -85,13 +84,13 @@ def resume(path: Path) -> dict[str, int]:
 
 async def run(
     settings: ServeSettings,
-    lines: list[Line],
+    lines: list[BatchRequest],
     out: Path,
     progress: Callable[[int, int, int], None],
 ) -> int:
-    """Answers what has no answer yet; how many of all requests failed.
+    """Answers the requests that have no answer yet; returns how many of all requests failed.
 
-    `progress` hears of every answer: how many are there, of how many, and tokens so far.
+    `progress` is called after every answer: with how many there are, of how many, and tokens so far.
     """
     done = resume(out)
     waiting = [line for line in lines if line.id not in done]
@@ -104,7 +103,7 @@ async def run(
     await service.start()
     waiting.reverse()
     try:
-        if not await service.link.wait(600):
+        if not await service.engine.wait(600):
             raise InvalidParams("the model could not be loaded")
         with out.open("a", encoding="utf-8") as file:
 
@@ -120,46 +119,41 @@ async def run(
                     tokens += (body.get("usage") or {}).get("completion_tokens", 0)
                     progress(answered, total, tokens)
 
-            places = settings.engine.max_sequences + min(settings.queue, 16)
+            concurrency = settings.engine.max_sequences + min(settings.queue, 16)
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(places, len(waiting))):
+                for _ in range(min(concurrency, len(waiting))):
                     group.create_task(work())
     finally:
         await service.close()
     return failed
 
 
-async def _answer(service: Service, line: Line) -> tuple[int, dict[str, Any]]:
-    refusal = Refusal(500, "not tried")
+async def _answer(service: Service, line: BatchRequest) -> tuple[int, dict[str, Any]]:
+    failure = APIError(500, "not tried")
     for _ in range(ATTEMPTS):
         try:
-            call = service.admit(await _order(service, line))
-            return 200, (await call.whole()).whole()
-        except Refusal as error:
-            refusal = error
-            if refusal.status == 429:
+            request = service.admit(await _parse(service, line))
+            return 200, (await request.whole()).whole()
+        except APIError as error:
+            failure = error
+            if failure.status == 429:
                 await asyncio.sleep(0.2)
-            elif refusal.status == 503:
-                await service.link.wait(60)
+            elif failure.status == 503:
+                await service.engine.wait(60)
             else:
                 break
-    return refusal.status, refusal.body()
+    return failure.status, failure.body()
 
 
-async def _order(service: Service, line: Line) -> Order:
+async def _parse(service: Service, line: BatchRequest) -> ParsedRequest:
     body = {**line.body, "stream": False}
     body.pop("stream_options", None)
-    try:
-        if line.url == URLS[0]:
-            return await service.clerk.chat(ChatBody.model_validate(body), "")
-        return await service.clerk.completion(CompletionBody.model_validate(body), "")
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise invalid(f"{place}: {first['msg']}", place) from error
+    if line.url == URLS[0]:
+        return await service.parser.chat(validated(ChatBody, body), "")
+    return await service.parser.completion(validated(CompletionBody, body), "")
 
 
-def _result(line: Line, status: int, body: dict[str, Any]) -> dict[str, Any]:
+def _result(line: BatchRequest, status: int, body: dict[str, Any]) -> dict[str, Any]:
     name = f"batch_req_{secrets.token_hex(12)}"
     return {
         "id": name,

@@ -1,4 +1,4 @@
-"""Figures for Prometheus, and the log: one line per request, without a word of what it said."""
+"""Prometheus metrics, and the log: one JSON object per request, without any text of it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from outstride.serve.answers import Answer
-from outstride.serve.wire import Fault, Gauges
+from outstride.serve.ipc import EngineFault, Gauges
+from outstride.serve.responses import ResponseBuilder
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 
 def make_log() -> logging.Logger:
@@ -26,92 +29,128 @@ def make_log() -> logging.Logger:
     return log
 
 
+class ProcessCollector:
+    """Metrics that are read when they are asked for: of this process, and the engine's gauges."""
+
+    def __init__(self) -> None:
+        self.gauges: Gauges | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        gauges = self.gauges
+        yield GaugeMetricFamily(
+            "outstride_engine_ready", "Whether the engine answers", float(gauges is not None)
+        )
+        yield CounterMetricFamily(
+            "outstride_http_cpu_seconds",
+            "Processor time of the HTTP process",
+            value=time.process_time(),
+        )
+        if gauges is None:
+            return
+        used = 1.0 - gauges.pages_free / gauges.pages if gauges.pages else 0.0
+        for name, value, about in (
+            ("num_requests_running", gauges.running, "Answers that take part in passes"),
+            ("num_requests_waiting", gauges.waiting, "Answers that wait in the engine's queue"),
+            ("kv_cache_pages", gauges.pages, "Pages of the KV cache"),
+            ("kv_cache_pages_free", gauges.pages_free, "Pages that are free or can be evicted"),
+            ("kv_cache_usage_ratio", used, "Share of the KV cache's pages in use"),
+            ("kv_cache_consistent", gauges.intact, "Whether all integrity checks passed"),
+            ("engine_resident_memory_bytes", gauges.rss, "Memory of the engine process"),
+        ):
+            yield GaugeMetricFamily(f"outstride_{name}", about, float(value))
+        for name, total, about in (
+            ("engine_steps", gauges.steps, "Passes of the target model"),
+            ("engine_step_cpu_seconds", gauges.cpu_steps, "Processor time in engine steps"),
+            ("engine_cpu_seconds", gauges.cpu_all, "Processor time of the engine process"),
+        ):
+            yield CounterMetricFamily(f"outstride_{name}", about, value=float(total))
+        verbs = CounterMetricFamily(
+            "outstride_engine_step_seconds", "Time in engine steps, by verb", labels=["verb"]
+        )
+        for verb, seconds in gauges.seconds.items():
+            verbs.add_metric([verb], seconds)
+        yield verbs
+
+
 class Metrics:
-    """What is counted in the HTTP process, and what the engine reports of itself."""
+    """Counts requests in the HTTP process, and shows what the engine reports."""
 
     def __init__(self) -> None:
         self.registry = own = CollectorRegistry()
         self.log = make_log()
-        self.requests = Counter(
-            "outstride_requests", "Requests, by route and status", ["route", "status"], registry=own
+        self._engine = ProcessCollector()
+        own.register(self._engine)
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"outstride_{name}", about, labels, registry=own)
+
+        def gauge(name: str, about: str) -> Gauge:
+            return Gauge(f"outstride_{name}", about, registry=own)
+
+        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"outstride_{name}", about, buckets=buckets, registry=own)
+
+        self.http_requests = counter(
+            "http_requests", "HTTP requests, by route and status", "route", "status"
         )
-        self.refused = Counter("outstride_refused", "Requests refused: full queue", registry=own)
-        self.restarts = Counter("outstride_engine_restarts", "Engines that died", registry=own)
-        self.running = Gauge("outstride_answers_open", "Answers under way or waiting", registry=own)
-        self.seconds = Histogram(
-            "outstride_request_seconds", "Whole requests", buckets=_SECONDS, registry=own
+        self.requests_rejected = counter("requests_rejected", "Requests that met a full queue")
+        self.engine_restarts = counter("engine_restarts", "Engine processes that died")
+        self.in_flight = gauge("num_requests_in_flight", "Answers that run or wait")
+        self.latency = histogram(
+            "e2e_request_latency_seconds", "From admission to the end of a request", _SECONDS
         )
-        self.first = Histogram(
-            "outstride_first_token_seconds", "Until the first text", buckets=_SECONDS, registry=own
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "Until the first output of a stream", _SECONDS
         )
-        self.prompt = Counter("outstride_prompt_tokens", "Tokens of prompts", registry=own)
-        self.cached = Counter(
-            "outstride_cached_tokens", "Prompt tokens found in the prefix tree", registry=own
+        self.inter_token_latency = histogram(
+            "inter_token_latency_seconds",
+            "Between two outputs of a streamed answer; one pass may bring several tokens",
+            _TOKEN_SECONDS,
         )
-        self.hit_rate = Gauge(
-            "outstride_prefix_hit_rate", "Cached prompt tokens per prompt token", registry=own
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
+        self.cached_tokens = counter(
+            "prompt_tokens_cached", "Prompt tokens found in the prefix cache"
         )
-        self.generated = Counter("outstride_generated_tokens", "Tokens of answers", registry=own)
-        self.passes = Counter(
-            "outstride_answer_passes", "Target passes that emitted, per answer", registry=own
+        self.hit_ratio = gauge(
+            "prefix_cache_hit_ratio", "Cached prompt tokens per prompt token, since the start"
         )
-        self.proposed = Counter("outstride_proposed_tokens", "Drafted tokens", registry=own)
-        self.accepted = Counter(
-            "outstride_accepted_tokens",
-            "Drafted tokens that held, by drafter",
-            ["drafter"],
-            registry=own,
+        self.generation_tokens = counter("generation_tokens", "Tokens of answers")
+        self.decode_passes = counter(
+            "decode_passes", "Target passes that emitted tokens, summed over answers"
         )
-        self.saved = Gauge(
-            "outstride_time_saved_seconds",
-            "Saved against plain decoding: an estimate",
-            registry=own,
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens")
+        self.accepted_tokens = counter(
+            "spec_decode_num_accepted_tokens", "Accepted draft tokens, by drafter", "drafter"
         )
-        self.ready = Gauge("outstride_ready", "Whether the engine answers", registry=own)
-        self._engine = {
-            name: Gauge(f"outstride_engine_{name}", about, registry=own)
-            for name, about in (
-                ("steps", "Passes of the target"),
-                ("running", "Sequences that take part in passes"),
-                ("waiting", "Sequences that wait for a place"),
-                ("pages", "Pages of the cache"),
-                ("pages_free", "Pages that can be had"),
-                ("rss", "Bytes of memory that the engine process holds"),
-                ("cpu_steps", "Processor seconds of the engine process in steps"),
-                ("cpu_all", "Processor seconds of the engine process"),
-                ("intact", "Whether the cache agreed with itself when last idle"),
-            )
-        }
-        self._verbs = Gauge(
-            "outstride_engine_seconds", "Seconds of steps, by verb", ["verb"], registry=own
-        )
-        self._http = Gauge(
-            "outstride_http_cpu_seconds", "Processor seconds of the HTTP process", registry=own
+        self.time_saved = gauge(
+            "estimated_time_saved_seconds", "Saved against plain decoding: an estimate"
         )
 
-    def answered(self, answer: Answer, seconds: float, first: float | None) -> None:
-        """Enters a request that is over."""
-        usage = answer.usage()
+    def finished(
+        self, response: ResponseBuilder, seconds: float, time_to_first_token: float | None
+    ) -> None:
+        """Counts a request that has ended."""
+        usage = response.usage()
         own = usage["outstride"]
-        self.seconds.observe(seconds)
-        if first is not None:
-            self.first.observe(first)
-        self.prompt.inc(usage["prompt_tokens"])
-        self.cached.inc(usage["prompt_tokens_details"]["cached_tokens"])
-        self.generated.inc(usage["completion_tokens"])
-        self.passes.inc(own["passes"])
-        self.proposed.inc(own["proposed"])
+        self.latency.observe(seconds)
+        if time_to_first_token is not None:
+            self.first_token.observe(time_to_first_token)
+        self.prompt_tokens.inc(usage["prompt_tokens"])
+        self.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
+        self.generation_tokens.inc(usage["completion_tokens"])
+        self.decode_passes.inc(own["passes"])
+        self.draft_tokens.inc(own["proposed"])
         for drafter, count in own["sources"].items():
-            self.accepted.labels(drafter).inc(count)
-        self.saved.inc(own["time_saved"]["seconds"])
+            self.accepted_tokens.labels(drafter).inc(count)
+        self.time_saved.inc(own["time_saved"]["seconds"])
 
-    def fault(self, name: str, fault: Fault) -> None:
-        """A request that failed by no fault of its own."""
+    def log_fault(self, error_id: str, fault: EngineFault) -> None:
+        """Logs why a request failed; its client gets the id."""
         self.log.error(
             json.dumps(
                 {
                     "time": round(time.time(), 3),
-                    "error": name,
+                    "error": error_id,
                     "kind": fault.kind,
                     "message": fault.message,
                 }
@@ -119,18 +158,12 @@ class Metrics:
         )
 
     def text(self, gauges: Gauges | None) -> bytes:
-        """Everything, as Prometheus reads it."""
-        self.ready.set(gauges is not None)
-        self._http.set(time.process_time())
-        total, cached = self.prompt._value.get(), self.cached._value.get()
-        self.hit_rate.set(cached / total if total else 0.0)
-        if gauges is not None:
-            for name, gauge in self._engine.items():
-                gauge.set(getattr(gauges, name))
-            for verb, seconds in gauges.seconds.items():
-                self._verbs.labels(verb).set(seconds)
+        """All metrics in Prometheus' text format; `gauges` is None while no engine answers."""
+        self._engine.gauges = gauges
+        total, cached = self.prompt_tokens._value.get(), self.cached_tokens._value.get()
+        self.hit_ratio.set(cached / total if total else 0.0)
         return generate_latest(self.registry)
 
-    def line(self, values: dict[str, Any]) -> None:
+    def log_request(self, values: dict[str, Any]) -> None:
         """Writes the line of one request."""
         self.log.info(json.dumps(values))

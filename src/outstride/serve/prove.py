@@ -1,7 +1,7 @@
-"""One request under plain decoding and under a method, side by side: are they the same?
+"""One request under plain decoding and under a method: are the answers equal?
 
-Both run as one call with two jobs, in whatever company there is. Where they part, two short requests
-find out how likely each of the two tokens was; their log-probabilities differ as their logits do.
+Both run in the same batch, together with other requests. At the first token that differs, two short
+requests find the log-probability of either token; their difference is that of the logits.
 """
 
 from __future__ import annotations
@@ -17,22 +17,30 @@ from starlette.types import Send
 from outstride import registry
 from outstride.core.contracts import Exactness
 from outstride.core.params import SamplingParams
-from outstride.serve.answers import Answer, Choice, dumps
-from outstride.serve.bodies import ChatBody, CompletionBody, Message, Sampled, Text, TokenIds
-from outstride.serve.orders import Order
-from outstride.serve.reply import Reply
-from outstride.serve.service import Call, Service
-from outstride.serve.settings import Refusal, invalid
+from outstride.serve.protocol import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    SamplingBody,
+    Text,
+    TokenIds,
+)
+from outstride.serve.requests import ParsedRequest
+from outstride.serve.responses import ChoiceBuilder, ResponseBuilder, dumps
+from outstride.serve.service import InFlightRequest, Service
+from outstride.serve.settings import APIError, invalid
+from outstride.serve.streaming import StreamingReply
+from outstride.serve.validation import validated
 
 PLAIN = "plain"
 BEFORE = 60
-"""Characters of the common text that are shown before a divergence."""
+"""Characters of the common text that an answer shows before a divergence."""
 
 
-class ProveBody(Sampled):
-    """/v1/outstride/prove: a chat or a completion, and in `outstride` the method to be held to it."""
+class ProveBody(SamplingBody):
+    """/v1/outstride/prove: a chat or a completion; `outstride` names the method to compare."""
 
-    messages: list[Message] | None = Field(None, min_length=1, max_length=10_000)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=10_000)
     prompt: Text | Annotated[TokenIds, Field(min_length=1)] | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
 
@@ -44,35 +52,34 @@ def add(app: FastAPI, service: Service, responses: dict[int | str, dict[str, Any
     async def prove(body: ProveBody, request: Request) -> Response:
         """Runs a request under plain decoding and under a method, and compares the answers."""
         tenant: str = request.scope["outstride"]["tenant"]
-        order = await _order(service, body, tenant)
-        return Proof(service.admit(order), service)
+        parsed = await _parse(service, body, tenant)
+        return ProofReply(service.admit(parsed), service)
 
 
-async def _order(service: Service, body: ProveBody, tenant: str) -> Order:
-    """Two jobs: the baseline first, then the method."""
+async def _parse(service: Service, body: ProveBody, tenant: str) -> ParsedRequest:
+    """Two engine requests: the baseline first, then the method."""
     if (body.prompt is None) == (body.messages is None):
-        raise invalid("give prompt or messages, one of them")
+        raise invalid("give either prompt or messages")
     if body.stream:
-        raise invalid("a proof comes whole: leave stream out", "stream")
+        raise invalid("a proof cannot stream: leave stream out", "stream")
     values = body.model_dump(exclude_unset=True, by_alias=True)
     if body.seed is None:  # the same one for both
         values["seed"] = secrets.randbits(48)
     if body.messages is not None:
         values.pop("prompt", None)
-        order = await service.clerk.chat(ChatBody.model_validate(values), tenant)
+        parsed = await service.parser.chat(validated(ChatBody, values), tenant)
     else:
         values.pop("messages", None)
-        if (most := values.pop("max_completion_tokens", None)) is not None:
-            values.setdefault("max_tokens", most)
-        order = await service.clerk.completion(CompletionBody.model_validate(values), tenant)
-    if order.silent or len(order.jobs) != 1:
-        raise invalid("one prompt and at least one token are needed to prove anything")
-    [job] = order.jobs
-    return replace(order, jobs=[replace(job, method=registry.baseline(job.method)), job])
+        if (limit := values.pop("max_completion_tokens", None)) is not None:
+            values.setdefault("max_tokens", limit)
+        parsed = await service.parser.completion(validated(CompletionBody, values), tenant)
+    [request] = parsed.engine_requests
+    baseline = replace(request, method=registry.baseline(request.method))
+    return replace(parsed, engine_requests=[baseline, request])
 
 
-def parting(plain: Choice, other: Choice) -> int | None:
-    """At which output token two answers part; None if they are the same."""
+def first_divergence(plain: ChoiceBuilder, other: ChoiceBuilder) -> int | None:
+    """The index of the first output token that differs; None if the answers are equal."""
     assert plain.end is not None
     assert other.end is not None
     ours, theirs = plain.end.tokens, other.end.tokens
@@ -85,28 +92,28 @@ def parting(plain: Choice, other: Choice) -> int | None:
     return None if same else len(ours)
 
 
-class Proof(Reply):
-    """The answer to a proof."""
+class ProofReply(StreamingReply):
+    """The HTTP response to a proof."""
 
-    def __init__(self, call: Call, service: Service) -> None:
-        super().__init__(call)
+    def __init__(self, request: InFlightRequest, service: Service) -> None:
+        super().__init__(request)
         self._service = service
 
     async def _whole(self, send: Send) -> None:
-        body = dumps(await self._told(await self._call.whole())).encode("utf-8", "replace")
+        body = dumps(await self._result(await self._request.whole())).encode("utf-8", "replace")
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _told(self, answer: Answer) -> dict[str, Any]:
-        order, samples = self._call.order, self._call.order.samples
-        baseline, judged = (job.method for job in order.jobs)
+    async def _result(self, response: ResponseBuilder) -> dict[str, Any]:
+        parsed, samples = self._request.parsed, self._request.parsed.samples
+        baseline, judged = (request.method for request in parsed.engine_requests)
         entry, _ = registry.parse(judged)
-        whole = answer.whole()
+        whole = response.whole()
         choices = []
         for i in range(samples):
-            plain, other = answer.choices[i], answer.choices[samples + i]
-            at = parting(plain, other)
+            plain, other = response.choices[i], response.choices[samples + i]
+            at = first_divergence(plain, other)
             found = None if at is None else await self._divergence(plain, other, at, baseline)
             assert plain.end is not None
             choices.append(
@@ -140,50 +147,53 @@ class Proof(Reply):
         }
 
     async def _divergence(
-        self, plain: Choice, other: Choice, at: int, baseline: str
+        self, plain: ChoiceBuilder, other: ChoiceBuilder, at: int, baseline: str
     ) -> dict[str, Any]:
         assert plain.end is not None
         assert other.end is not None
-        said = plain.end.tokens[:at]
+        common = plain.end.tokens[:at]
         tokens = [e.tokens[at] if at < len(e.tokens) else None for e in (plain.end, other.end)]
         known: dict[int, float] = {}
         if baseline == PLAIN:  # on a canvas, the logits depend on the step
-            known = await self._logprobs(said, [t for t in tokens if t is not None])
-        spell = self._service.clerk.tokenizer.decode
+            known = await self._logprobs(common, [t for t in tokens if t is not None])
+        decode = self._service.parser.tokenizer.decode
 
         def side(token: int | None, reason: str) -> dict[str, Any]:
             if token is None:
                 return {"token": None, "text": "", "logprob": None, "finish_reason": reason}
-            text = spell([token], skip_special=False)
+            text = decode([token], skip_special=False)
             return {"token": token, "text": text, "logprob": known.get(token)}
 
         both = tokens[0] in known and tokens[1] in known
         return {
             "position": at,
-            "before": spell(said)[-BEFORE:],
+            "before": decode(common)[-BEFORE:],
             "plain": side(tokens[0], plain.end.reason),
             "method": side(tokens[1], other.end.reason),
             "gap": known[tokens[0] or 0] - known[tokens[1] or 0] if both else None,
         }
 
-    async def _logprobs(self, said: list[int], tokens: list[int]) -> dict[int, float]:
-        """How likely tokens are behind what was said; nothing where there is no room to ask."""
-        job = self._call.order.jobs[0]
-        prompt = job.tokens + said
-        if not tokens or len(prompt) + 2 > self._service.clerk.hello.context:
+    async def _logprobs(self, common: list[int], tokens: list[int]) -> dict[int, float]:
+        """Log-probabilities of tokens after the common text; none where the context is too short."""
+        baseline = self._request.parsed.engine_requests[0]
+        prompt = baseline.tokens + common
+        if not tokens or len(prompt) + 2 > self._service.parser.handshake.context:
             return {}
         params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        jobs = [
-            replace(job, tokens=[*prompt, token], params=params, shape=None) for token in tokens
+        requests = [
+            replace(baseline, tokens=[*prompt, token], params=params, output_format=None)
+            for token in tokens
         ]
-        order = replace(self._call.order, jobs=jobs, samples=1, prompt_logprobs=0)
+        parsed = replace(
+            self._request.parsed, engine_requests=requests, samples=1, prompt_logprobs=0
+        )
         try:
-            answer = await self._service.admit(order).whole()
-        except Refusal:
+            response = await self._service.admit(parsed).whole()
+        except APIError:
             return {}
-        rows = [answer.prompts[place][-1] for place in range(len(tokens))]
+        rows = [response.prompts[place][-1] for place in range(len(tokens))]
         return {int(row[0][0]): float(row[0][1]) for row in rows if row is not None}
 
 
-def _passes(choice: Choice) -> int:
+def _passes(choice: ChoiceBuilder) -> int:
     return int(choice.end.counts["passes"]) if choice.end is not None else 0

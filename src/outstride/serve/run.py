@@ -1,4 +1,4 @@
-"""`serve`: the server as a program, until it is told to stop."""
+"""`serve`: runs the server until a signal stops it."""
 
 from __future__ import annotations
 
@@ -6,33 +6,41 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from outstride.serve.app import make_app
+from outstride.serve.ipc import Handshake
 from outstride.serve.service import Service
 from outstride.serve.settings import ServeSettings
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_LATE = 5.0
-"""Seconds after the grace period for what was cut off to be told so."""
+_LOGGED = ("model", "fingerprint", "device", "weights", "context", "capacity", "kv_bytes")
+_ABORT_SECONDS = 5.0
+"""Seconds after the grace period in which aborted requests get their error."""
 
 
 class _Server(uvicorn.Server):
-    """Stops as it is told: once to finish what runs, twice to drop it. Either way it ends with 0."""
+    """The first signal lets running requests finish, the second aborts them. The exit code is 0."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, on_ready: Callable[[Handshake, str], None]
+    ) -> None:
         super().__init__(config)
         self._service = service
+        self._on_ready = on_ready
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self.handle_exit, number, None)
-        self._service.on_hopeless = self._give_up
+        self._service.on_failed_permanently = self._stop
+        self._service.on_ready = self._announce
         try:
             yield
         finally:
@@ -42,18 +50,40 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             self.force_exit = True
-            self._service.cut()
+            self._service.abort_all()
             return
         self.should_exit = True
         self._service.draining = True
-        asyncio.get_running_loop().call_later(self._service.settings.grace, self._service.cut)
+        asyncio.get_running_loop().call_later(self._service.settings.grace, self._service.abort_all)
 
-    def _give_up(self) -> None:
+    def _stop(self) -> None:
         self.should_exit = True
 
+    def _announce(self, handshake: Handshake) -> None:
+        """Says that requests are answered from now on, and at which address."""
+        sockets = self.servers[0].sockets if self.servers else ()
+        port = sockets[0].getsockname()[1] if sockets else self.config.port
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        address = f"http://{host}:{port}"
+        self._on_ready(handshake, address)
+        if self._service.settings.log:
+            line: dict[str, Any] = {"time": round(time.time(), 3), "event": "ready"}
+            line |= {name: getattr(handshake, name) for name in _LOGGED}
+            self._service.metrics.log_request(
+                line | {"address": address, "method": self._service.settings.method}
+            )
 
-def serve(settings: ServeSettings, host: str, port: int) -> int:
-    """Runs until a signal comes; the exit code."""
+
+def serve(
+    settings: ServeSettings,
+    host: str,
+    port: int,
+    on_ready: Callable[[Handshake, str], None] = lambda handshake, address: None,
+) -> int:
+    """Runs until a signal comes; returns the exit code, 1 if no engine could be started.
+
+    on_ready: called when an engine has started, with its handshake and the address of the server.
+    """
     app, service = make_app(settings)
     config = uvicorn.Config(
         app,
@@ -62,11 +92,11 @@ def serve(settings: ServeSettings, host: str, port: int) -> int:
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(settings.grace + _LATE),
+        timeout_graceful_shutdown=int(settings.grace + _ABORT_SECONDS),
         timeout_keep_alive=30,
         limit_concurrency=None,
         backlog=1024,
     )
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    _Server(config, service).run()
-    return 1 if service.link.hopeless else 0
+    _Server(config, service, on_ready).run()
+    return 1 if service.engine.failed_permanently else 0

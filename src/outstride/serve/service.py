@@ -1,4 +1,4 @@
-"""Requests under way: admission, deadlines, clients that leave, engines that die."""
+"""Requests in flight: admission, deadlines, clients that disconnect, engines that die."""
 
 from __future__ import annotations
 
@@ -7,177 +7,200 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 
-from outstride.serve.answers import Answer
-from outstride.serve.link import EngineDown, EngineLink
+from outstride.models.tokenizer import Tokenizer
+from outstride.serve.engine_client import EngineClient, EngineDown
+from outstride.serve.ipc import EngineFault, EngineOutput, Handshake
 from outstride.serve.metrics import Metrics
-from outstride.serve.orders import Clerk, Order
-from outstride.serve.settings import Refusal, ServeSettings
-from outstride.serve.wire import Fault, News
+from outstride.serve.requests import ParsedRequest, RequestParser
+from outstride.serve.responses import ResponseBuilder
+from outstride.serve.settings import APIError, ServeSettings
 
 DONE = "[DONE]"
+"""The last event of a stream."""
 
 
-class Call:
-    """One request from its admission to its last word."""
+class InFlightRequest:
+    """One request from its admission to its last output."""
 
-    def __init__(self, service: Service, order: Order, answer: Answer) -> None:
-        self.order = order
-        self.answer = answer
-        self.first: float | None = None
-        self.failure: Refusal | None = None
+    def __init__(self, service: Service, parsed: ParsedRequest, response: ResponseBuilder) -> None:
+        self.parsed = parsed
+        self.response = response
+        self.time_to_first_token: float | None = None
+        """Seconds; None until then, and for requests that do not stream."""
+        self.failure: APIError | None = None
         self.started = time.monotonic()
         self._service = service
-        self._numbers: dict[int, int] = {}
-        self._inbox: asyncio.Queue[tuple[int, News] | None] = asyncio.Queue()
-        self._left = len(order.jobs)
+        self._ids: dict[int, int] = {}
+        self._outputs: asyncio.Queue[tuple[int, EngineOutput] | None] = asyncio.Queue()
+        self._unfinished = len(parsed.engine_requests)
         self._closed = False
+        self._last_output: dict[tuple[int, int], float] = {}
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(order.deadline, self._expire)
+        self._timer = loop.call_later(parsed.deadline, self._expire)
 
     def begin(self) -> None:
-        """Hands the jobs to the engine."""
-        link = self._service.link
+        """Submits to the engine."""
+        engine = self._service.engine
         try:
-            for place, job in enumerate(self.order.jobs):
-                number = link.submit(job, lambda news, p=place: self._inbox.put_nowait((p, news)))  # type: ignore[misc]
-                self._numbers[place] = number
+            for place, request in enumerate(self.parsed.engine_requests):
+                number = engine.submit(
+                    request,
+                    lambda output, p=place: self._outputs.put_nowait((p, output)),  # type: ignore[misc]
+                )
+                self._ids[place] = number
         except EngineDown:
             self.close()
             raise self._service.down() from None
 
     def abandon(self) -> None:
-        """The client has gone: nobody wants the rest."""
-        self.failure = self.failure or Refusal(499, "the client closed the connection")
+        """Ends a request whose client has disconnected."""
+        self.failure = self.failure or APIError(499, "the client closed the connection")
         self.close()
 
     def _expire(self) -> None:
-        self.failure = Refusal(
+        self.failure = APIError(
             408,
-            f"the request took longer than {self.order.deadline:g} seconds",
+            f"the request took longer than {self.parsed.deadline:g} seconds",
             kind="timeout_error",
             code="deadline_exceeded",
         )
         self.close()
 
     def close(self) -> None:
-        """Ends the call, whatever its state; what still runs is cancelled at once."""
+        """Ends the request in any state; engine requests that still run are cancelled."""
         if self._closed:
             return
         self._closed = True
         self._timer.cancel()
-        for number in self._numbers.values():
-            self._service.link.cancel(number)
-        self._inbox.put_nowait(None)
+        for number in self._ids.values():
+            self._service.engine.cancel(number)
+        self._outputs.put_nowait(None)
         self._service.leave(self)
 
     # --- the answer ---------------------------------------------------------------------------------
 
-    async def _news(self) -> AsyncIterator[list[tuple[int, News]]]:
-        """What has arrived, in batches: a slow reader gets the more at once. Raises what went wrong."""
-        while self._left:
-            batch = [await self._inbox.get()]
-            while not self._inbox.empty():
-                batch.append(self._inbox.get_nowait())
+    async def _batches(self) -> AsyncIterator[list[tuple[int, EngineOutput]]]:
+        """Outputs as they arrive, in batches: a slow reader gets more at once. Raises failures."""
+        while self._unfinished:
+            batch = [await self._outputs.get()]
+            while not self._outputs.empty():
+                batch.append(self._outputs.get_nowait())
             found = []
             for item in batch:
                 if item is None:
-                    self._left = 0
+                    self._unfinished = 0
                     break
-                place, news = item
-                if news.fault is not None:
-                    self.failure = self._blame(news.fault)
-                    self._left = 0
+                place, output = item
+                if output.fault is not None:
+                    self.failure = self._to_http_error(output.fault)
+                    self._unfinished = 0
                     break
-                if news.done:
-                    del self._numbers[place]
-                    self._left -= 1
+                if output.done:
+                    del self._ids[place]
+                    self._unfinished -= 1
                 found.append(item)
             if found:
-                if self.first is None:
-                    self.first = time.monotonic() - self.started
+                if self.parsed.stream:
+                    self._measure(found)
                 yield found
         if self.failure is not None:
             raise self.failure
 
-    def _blame(self, fault: Fault) -> Refusal:
-        if fault.kind == "request":
-            return Refusal(400, fault.message)
-        name = f"err_{secrets.token_hex(6)}"
-        self._service.report(name, fault)
-        if fault.kind == "engine":
-            return Refusal(
-                503, f"{fault.message} ({name})", kind="server_error", code="engine_died"
-            )
-        return Refusal(500, f"{fault.message} ({name})", kind="server_error", code=name)
+    def _measure(self, batch: list[tuple[int, EngineOutput]]) -> None:
+        """Time to first token, and the time between two outputs of the same answer."""
+        now = time.monotonic()
+        if self.time_to_first_token is None:
+            self.time_to_first_token = now - self.started
+        for place, output in batch:
+            answer = (place, output.sample)
+            if (before := self._last_output.get(answer)) is not None:
+                self._service.metrics.inter_token_latency.observe(now - before)
+            self._last_output[answer] = now
 
-    async def whole(self) -> Answer:
-        """Waits for everything."""
+    def _to_http_error(self, fault: EngineFault) -> APIError:
+        if fault.kind == "request":
+            return APIError(400, fault.message)
+        error_id = f"err_{secrets.token_hex(6)}"
+        self._service.metrics.log_fault(error_id, fault)
+        message = f"{fault.message} ({error_id})"
+        if fault.kind == "engine":
+            return APIError(503, message, kind="server_error", code="engine_died")
+        return APIError(500, message, kind="server_error", code=error_id)
+
+    async def whole(self) -> ResponseBuilder:
+        """Waits for the end."""
         try:
-            async for batch in self._news():
-                for place, news in batch:
-                    self.answer.take(place, news)
+            async for batch in self._batches():
+                for place, output in batch:
+                    self.response.add(place, output)
         finally:
             self.close()
-        return self.answer
+        return self.response
 
     async def chunks(self) -> AsyncIterator[list[str]]:
-        """Chunks as they come, in batches; the last one is the mark of the end."""
-        answer = self.answer
+        """Chunks of a stream as they come, in batches; `DONE` is the last one."""
+        response = self.response
         try:
-            async for batch in self._news():
+            async for batch in self._batches():
                 found: list[str] = []
-                for place, news in batch:
-                    found += answer.chunks(answer.take(place, news), news)
+                for place, output in batch:
+                    found += response.chunks(response.add(place, output), output)
                 if found:
                     yield found
-            yield [answer.last_chunk(), DONE] if self.order.usage else [DONE]
+            yield [response.usage_chunk(), DONE] if self.parsed.include_usage else [DONE]
         finally:
             self.close()
 
 
 class Service:
-    """The engine's front desk."""
+    """Admits requests and owns the engine client, the request parser and the metrics."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
         self.metrics = Metrics()
-        self.clerk = Clerk(settings)
-        self.link = EngineLink(
-            settings.engine, self._died, self.clerk.meet, lambda: self.on_hopeless()
+        self.parser = RequestParser(settings)
+        self.engine = EngineClient(
+            settings.engine,
+            on_engine_dead=self.metrics.engine_restarts.inc,
+            on_ready=self._engine_ready,
+            on_failed_permanently=lambda: self.on_failed_permanently(),
         )
-        self.on_hopeless: Callable[[], None] = lambda: None
+        self.on_failed_permanently: Callable[[], None] = lambda: None
         """Called when no engine can be started."""
+        self.on_ready: Callable[[Handshake], None] = lambda handshake: None
+        """Called each time an engine has started and answers."""
         self.draining = False
-        self._calls: set[Call] = set()
+        self._in_flight: set[InFlightRequest] = set()
         self._load = 0
-        self._seconds = 1.0
-        """What an answer takes, on average."""
+        """Answers in flight."""
+        self._mean_seconds = 1.0
+        """How long a request takes, as a moving average."""
 
     async def start(self) -> None:
-        await self.link.start()
+        await self.engine.start()
 
     async def close(self) -> None:
         """Ends everything."""
-        self.cut()
-        await self.link.close()
+        self.abort_all()
+        await self.engine.close()
 
-    def cut(self) -> None:
+    def abort_all(self) -> None:
         """Ends what still runs, with an error."""
-        for call in list(self._calls):
-            call.failure = Refusal(
-                503, "the server is stopping", kind="server_error", code="stopping"
-            )
-            call.close()
+        for request in list(self._in_flight):
+            request.failure = self._stopping()
+            request.close()
 
-    def _died(self) -> None:
-        self.metrics.restarts.inc()
+    @staticmethod
+    def _stopping() -> APIError:
+        return APIError(503, "the server is stopping", kind="server_error", code="stopping")
 
-    def report(self, name: str, fault: Fault) -> None:
-        """Puts on record what the client is told only by its name."""
-        self.metrics.fault(name, fault)
+    def _engine_ready(self, handshake: Handshake, tokenizer: Tokenizer) -> None:
+        self.parser.on_ready(handshake, tokenizer)
+        self.on_ready(handshake)
 
-    def down(self) -> Refusal:
-        return Refusal(
+    def down(self) -> APIError:
+        """The error for requests that come while no engine is ready."""
+        return APIError(
             503,
             "the engine is not ready; try again in a few seconds",
             kind="server_error",
@@ -185,43 +208,43 @@ class Service:
             headers={"retry-after": "5"},
         )
 
-    def admit(self, order: Order) -> Call:
-        """Takes a request in, or refuses it at once."""
+    def admit(self, parsed: ParsedRequest) -> InFlightRequest:
+        """Submits a request; raises at once if the queue is full or no engine is ready."""
         if self.draining:
-            raise Refusal(503, "the server is stopping", kind="server_error", code="stopping")
-        if not self.link.ready:
+            raise self._stopping()
+        if not self.engine.ready:
             raise self.down()
-        room = self.settings.engine.max_sequences + self.settings.queue
-        size = len(order.jobs) * order.samples
-        if size > room:
-            raise Refusal(400, f"{size} answers are wanted; {room} are the most at a time")
-        if self._load + size > room:
-            self.metrics.refused.inc()
-            wait = self._load * self._seconds / self.settings.engine.max_sequences
-            raise Refusal(
+        capacity = self.settings.engine.max_sequences + self.settings.queue
+        size = len(parsed.engine_requests) * parsed.samples
+        if size > capacity:
+            raise APIError(400, f"the request asks for {size} answers; {capacity} is the maximum")
+        if self._load + size > capacity:
+            self.metrics.requests_rejected.inc()
+            wait = self._load * self._mean_seconds / self.settings.engine.max_sequences
+            raise APIError(
                 429,
                 "too many requests are waiting; try again later",
                 kind="rate_limit_error",
                 code="queue_full",
                 headers={"retry-after": str(min(max(round(wait), 1), 60))},
             )
-        hello = self.clerk.hello
-        answer = Answer(order, self.clerk.tokenizer, self.clerk.names[0], hello.fingerprint)
-        call = Call(self, order, answer)
-        self._calls.add(call)
+        fingerprint = self.parser.handshake.fingerprint
+        response = ResponseBuilder(parsed, self.parser.tokenizer, self.parser.names[0], fingerprint)
+        request = InFlightRequest(self, parsed, response)
+        self._in_flight.add(request)
         self._load += size
-        self.metrics.running.set(self._load)
-        call.begin()
-        return call
+        self.metrics.in_flight.set(self._load)
+        request.begin()
+        return request
 
-    def leave(self, call: Call) -> None:
-        """A call is over."""
-        if call not in self._calls:
+    def leave(self, request: InFlightRequest) -> None:
+        """Counts a request that has ended."""
+        if request not in self._in_flight:
             return
-        self._calls.discard(call)
-        order = call.order
-        self._load -= len(order.jobs) * order.samples
-        seconds = time.monotonic() - call.started
-        self._seconds += 0.1 * (seconds - self._seconds)
-        self.metrics.running.set(self._load)
-        self.metrics.answered(call.answer, seconds, call.first)
+        self._in_flight.discard(request)
+        parsed = request.parsed
+        self._load -= len(parsed.engine_requests) * parsed.samples
+        seconds = time.monotonic() - request.started
+        self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
+        self.metrics.in_flight.set(self._load)
+        self.metrics.finished(request.response, seconds, request.time_to_first_token)

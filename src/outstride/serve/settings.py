@@ -1,4 +1,4 @@
-"""What a server is told when it starts, and the errors that it answers with."""
+"""What a server is configured with, and the errors that it answers with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outstride.serve.wire import EngineSettings
+from outstride.serve.ipc import EngineSettings
 
 PAGE = Path(__file__).parent / "page"
 PAGE_FILES = {
@@ -14,14 +14,14 @@ PAGE_FILES = {
     "style.css": "text/css",
     "app.js": "text/javascript",
     "chart.js": "text/javascript",
+    "messages.js": "text/javascript",
     "pane.js": "text/javascript",
     "passview.js": "text/javascript",
     "score.js": "text/javascript",
     "settings.js": "text/javascript",
     "stream.js": "text/javascript",
-    "words.js": "text/javascript",
 }
-"""What the page is made of; nothing else in its folder is served."""
+"""The files of the page; nothing else in its folder is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +42,27 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """Everything about a server but its address."""
+    """Everything about a server except its address."""
 
     engine: EngineSettings = field(default_factory=EngineSettings)
     bounds: Bounds = field(default_factory=Bounds)
     names: tuple[str, ...] = ()
-    """What requests may call the model; by default the name it was loaded by."""
+    """Names of the model that requests may use; by default the name that it was loaded by."""
     method: str = "auto"
     """For requests that do not name one."""
     queue: int = 256
-    """How many answers may wait beyond those that run."""
+    """How many answers may wait, in addition to those that run."""
     max_tokens: int = 1024
     """For chat requests that set no limit."""
     api_keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
-    """Whose pages may call this server from a browser; nobody's by default."""
+    """Web origins whose pages may call this server from a browser; none by default."""
     grace: float = 30.0
-    """Seconds that running requests get when the server is told to stop."""
+    """Seconds that running requests get when the server stops."""
     log: bool = True
 
 
-class Refusal(Exception):
+class APIError(Exception):
     """A request that is answered with an error."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Refusal(Exception):
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI writes errors."""
+        """The error in OpenAI's format."""
         return {
             "error": {
                 "message": self.message,
@@ -95,6 +95,6 @@ class Refusal(Exception):
         }
 
 
-def invalid(message: str, param: str | None = None) -> Refusal:
-    """The request itself is wrong."""
-    return Refusal(400, message, param=param)
+def invalid(message: str, param: str | None = None) -> APIError:
+    """The request itself is wrong: status 400."""
+    return APIError(400, message, param=param)

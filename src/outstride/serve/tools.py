@@ -1,7 +1,7 @@
-"""Tools: how a model without a format of its own is told of them, and how its calls are read.
+"""Tool calling: how tools get into the prompt, and how calls are parsed from answers.
 
-A model whose chat template knows tools gets them through it. Any other is told in a system message.
-If a call is required, a grammar admits nothing else; with `auto`, an answer that is a call becomes one.
+A chat template that takes tools gets them. For any other, a system message describes them. If a call is
+required, a grammar admits nothing else; with `auto`, an answer that parses as a call becomes one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outstride.core.shape import Shape
-from outstride.serve.bodies import ChatBody, Message, Tool, ToolChoice
+from outstride.core.structured_output import OutputFormat
+from outstride.serve.protocol import ChatBody, ChatMessage, Tool, ToolChoice
 from outstride.serve.settings import invalid
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -44,8 +44,8 @@ def must_call(body: ChatBody) -> bool:
     return body.tool_choice == "required" or isinstance(body.tool_choice, ToolChoice)
 
 
-def shape_of(tools: Sequence[Tool]) -> Shape:
-    """The shape of a call of one of them."""
+def call_format(tools: Sequence[Tool]) -> OutputFormat:
+    """The JSON schema of a call of one of them."""
     calls = [
         {
             "type": "object",
@@ -59,14 +59,14 @@ def shape_of(tools: Sequence[Tool]) -> Shape:
         for tool in tools
     ]
     defs: dict[str, Any] = {}
-    for tool in tools:  # references inside a schema are to its own root, which moves
+    for tool in tools:  # references in a schema start at its root, which moves
         defs |= (tool.function.parameters or {}).get("$defs", {})
     schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return Shape("json_schema", json.dumps({**schema, **({"$defs": defs} if defs else {})}))
+    return OutputFormat("json_schema", json.dumps({**schema, **({"$defs": defs} if defs else {})}))
 
 
-def told(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The conversation with the tools described at its beginning."""
+def with_tool_prompt(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The conversation with a description of the tools in its system message."""
     lines = [
         json.dumps(
             {
@@ -85,8 +85,8 @@ def told(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str
     return [{"role": "system", "content": about}, *messages]
 
 
-def spoken(message: Message) -> dict[str, Any]:
-    """A message for templates that know nothing of tools: calls and results in words."""
+def as_plain_message(message: ChatMessage) -> dict[str, Any]:
+    """A message for templates that do not take tools: calls and results become text."""
     role, content = message.role, text_of(message)
     if role == "developer":
         role = "system"
@@ -100,8 +100,8 @@ def spoken(message: Message) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def text_of(message: Message) -> str:
-    """The text of a message; anything else in it is refused."""
+def text_of(message: ChatMessage) -> str:
+    """The text of a message; raises if it holds anything else."""
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     for part in message.content:
@@ -122,15 +122,15 @@ def calls_of(text: str, tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """The calls that an answer consists of; none if it is anything else."""
     text, names = text.strip(), {tool.function.name for tool in tools}
     if text.startswith(OPEN):
-        pieces = [p.removesuffix(CLOSE).strip() for p in text.split(OPEN) if p.strip()]
-        if any(CLOSE in piece for piece in pieces):
+        parts = [p.removesuffix(CLOSE).strip() for p in text.split(OPEN) if p.strip()]
+        if any(CLOSE in part for part in parts):
             return []
     else:
-        pieces = [text]
+        parts = [text]
     found: list[Mapping[str, Any]] = []
-    for piece in pieces:
+    for part in parts:
         try:
-            value = json.loads(piece)
+            value = json.loads(part)
         except (ValueError, RecursionError):
             return []
         found += value if isinstance(value, list) else [value]

@@ -1,7 +1,9 @@
-"""The engine process: takes jobs from a socket, steps the engine, and sends back what each pass did.
+"""The engine process: receives requests, steps the engine, and sends what each pass did.
 
-The main thread reads and compiles; the engine's own thread steps and sends. Nothing here waits for a
-client: the HTTP process reads whatever comes at once.
+Three threads share the work. The main thread receives messages and never waits for anything else, so
+that cancels and pings are served at once. The grammar thread compiles grammars, one at a time, and then
+submits their requests; requests without a grammar do not wait for it. The engine's thread steps and
+sends. No thread waits for a client: the HTTP process reads every message as it comes.
 """
 
 from __future__ import annotations
@@ -13,266 +15,270 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from outstride.core.contracts import Method, Model
-from outstride.core.proposal import TARGET
-from outstride.core.sequence import Counts, Sequence
-from outstride.engine.measuring import measure
-from outstride.engine.runner import Event, Runner, Ticket
+from outstride.core.contracts import Grammar, Method, Model
+from outstride.core.sequence import Sequence
+from outstride.engine.engine_thread import OutputEvent, RequestHandle
 from outstride.errors import IntegrityError, OutstrideError, RequestError
 from outstride.llm import LLM
-from outstride.serve.drawing import drawn
-from outstride.serve.wire import (
+from outstride.serve.ipc import (
     CANCEL,
-    HELLO,
-    NEWS,
+    OUTPUTS,
     PING,
     PONG,
-    QUIT,
-    START,
-    End,
+    READY,
+    SHUTDOWN,
+    SUBMIT,
+    EngineFault,
+    EngineOutput,
+    EngineRequest,
     EngineSettings,
-    Fault,
     Gauges,
-    Hello,
-    Job,
-    News,
+    Handshake,
+    RequestEnd,
     pack,
     receive,
 )
+from outstride.serve.pass_trace import record_pass
+from outstride.serve.savings import SavingsEstimator
 
-METHODS = 64
-"""Methods, with their options, that stay built: they remember what was said before."""
-BUFFER = 4 << 20
-TOUCHED = 1024
-"""Entries of a cache that are written at once when its memory is fetched."""
-
-
-class Tally:
-    """What passes cost on average, and what plain ones would have: for estimates of time saved."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._engine = llm.engine
-        self.steps = 0
-        self.plain = 0.0
-        self.real = 0.0
-        self._proposed = 0
-        self._drafting = 0.0
-
-    def note(self) -> None:
-        """Enters a pass: its own cost by the measured curve, and that of one node per sequence."""
-        engine, ledger = self._engine, self._engine.ledger
-        cost, rows = engine.scheduler.cost, len(engine.scheduler.running)
-        if cost is None or rows == 0:
-            return
-        drafted, spent = ledger.total.proposed - self._proposed, ledger.seconds["propose"]
-        self._proposed += drafted
-        curve = cost.curve(rows + max(drafted, 0))
-        self.steps += 1
-        self.plain += curve[rows]
-        self.real += curve[rows + max(drafted, 0)] + spent - self._drafting
-        self._drafting = spent
-
-    def mark(self) -> tuple[int, float, float]:
-        return self.steps, self.plain, self.real
-
-    def saved(self, since: tuple[int, float, float], counts: Counts) -> float:
-        """What an answer saved since a mark: its tokens at the price of plain passes, less its own."""
-        steps = self.steps - since[0]
-        if steps <= 0:
-            return 0.0
-        plain, real = (self.plain - since[1]) / steps, (self.real - since[2]) / steps
-        return counts.emitted * plain - counts.passes * real
+MAX_METHODS = 64
+"""Methods, with their options, that stay built: drafters remember earlier texts."""
+SEND_BUFFER = 4 << 20
+SLOTS_AT_ONCE = 1024
+"""Slots of the KV cache that are written at once while its memory is allocated."""
 
 
-class Active:
-    """A job that is under way."""
+class ActiveRequest:
+    """A request that is compiled or runs."""
 
-    def __init__(self, job: Job, mark: tuple[int, float, float]) -> None:
-        self.job = job
+    def __init__(self, request: EngineRequest, mark: tuple[int, float, float]) -> None:
+        self.request = request
         self.mark = mark
-        self.ticket: Ticket | None = None
-        self.told: dict[int, int] = {}
-        self.prompt_told = False
+        self.handle: RequestHandle | None = None
+        """None until it is submitted to the engine."""
+        self.num_sent: dict[int, int] = {}
+        """Tokens whose log-probabilities and trace have been sent, by sample."""
+        self.prompt_sent = False
 
 
 class Worker:
     """One engine and the socket to its HTTP process."""
 
-    def __init__(self, link: socket.socket, llm: LLM) -> None:
-        self._link = link
+    def __init__(self, connection: socket.socket, llm: LLM) -> None:
+        self._connection = connection
         self._llm = llm
-        self._tally = Tally(llm)
-        self._runner = Runner(llm.engine, after=self._flush)
+        self._savings = SavingsEstimator(llm)
+        self._thread = llm.engine_thread
+        self._thread.after_each = self._flush
+        # One thread: grammars are compiled in the order of their requests, and share a cache.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._methods: OrderedDict[str, Method] = OrderedDict()
-        self._active: dict[int, Active] = {}
-        self._news: list[News] = []
+        self._active: dict[int, ActiveRequest] = {}
+        self._submitting = threading.Lock()
+        """Held while a request goes to the engine, so that a cancel comes before or after it."""
+        self._outputs: list[EngineOutput] = []
         self._steps = 0
-        self._telling = 0.0
+        self._send_cpu = 0.0
         self._intact = True
 
-    # --- the reading thread -------------------------------------------------------------------------
+    # --- the main thread ----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serves until the other end goes away."""
-        while (message := receive(self._link)) is not None:
-            what, *rest = message
-            if what == START:
+        """Serves until the other end closes the connection."""
+        while (message := receive(self._connection)) is not None:
+            kind, *rest = message
+            if kind == SUBMIT:
                 self._start(*rest)
-            elif what == CANCEL:
+            elif kind == CANCEL:
                 self._cancel(*rest)
-            elif what == PING:
-                self._runner.ask(lambda number=rest[0]: self._pong(number, self._gauges()))  # type: ignore[misc]
-            elif what == QUIT:
+            elif kind == PING:
+                self._thread.post(lambda number=rest[0]: self._pong(number, self._gauges()))  # type: ignore[misc]
+            elif kind == SHUTDOWN:
                 break
-        self._runner.close()
+        with self._submitting:
+            self._active.clear()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
-    def _start(self, job: Job) -> None:
-        """Everything that may take long or fail happens here, not between passes."""
-        active = Active(job, self._tally.mark())
+    def _start(self, request: EngineRequest) -> None:
+        active = ActiveRequest(request, self._savings.mark())
+        self._active[request.id] = active
         try:
-            method = self._method(job.method)
-            method, grammar = self._llm.shaped(method, job.shape, job.params)
+            method = self._method(request.method)
         except Exception as error:
-            fault = _fault(error)
-            if isinstance(error, OutstrideError):  # it asks for what is not there
-                fault = Fault("request", fault.message)
-            self._runner.ask(lambda: self._news.append(News(job.id, fault=fault, done=True)))
+            self._refuse(active, error)
             return
-        active.ticket = Ticket(
-            job.tokens,
-            job.params,
+        if request.output_format is None:
+            self._submit(active, method, None)
+        else:
+            self._compiler.submit(self._compile, active, method)
+
+    def _compile(self, active: ActiveRequest, method: Method) -> None:
+        """On the grammar thread: everything about a grammar that may take long or fail."""
+        request = active.request
+        if request.id not in self._active:
+            return  # cancelled meanwhile
+        try:
+            method, grammar = self._llm.shaped(method, request.output_format, request.params)
+        except Exception as error:
+            self._refuse(active, error)
+            return
+        self._submit(active, method, grammar)
+
+    def _submit(self, active: ActiveRequest, method: Method, grammar: Grammar | None) -> None:
+        request = active.request
+        handle = RequestHandle(
+            request.tokens,
+            request.params,
             method,
-            lambda event: self._take(active, event),
-            salt=job.salt,
-            watched=job.watched,
-            painted=job.graphs,
+            lambda event: self._on_event(active, event),
+            salt=request.salt,
+            streaming=request.streaming,
+            stream_canvas=request.graphs,
             grammar=grammar,
-            priority=job.priority,
+            priority=request.priority,
         )
-        self._active[job.id] = active
-        self._runner.submit(active.ticket)
+        with self._submitting:
+            if request.id in self._active:
+                active.handle = handle
+                self._thread.submit(handle)
+
+    def _refuse(self, active: ActiveRequest, error: Exception) -> None:
+        """Ends a request that could not start."""
+        number, fault = active.request.id, _fault(error)
+        if isinstance(error, OutstrideError):  # it asks for what this engine does not have
+            fault = EngineFault("request", fault.message)
+        with self._submitting:
+            if self._active.pop(number, None) is not None:
+                output = EngineOutput(number, fault=fault, done=True)
+                self._thread.post(lambda: self._outputs.append(output))
 
     def _method(self, spec: str) -> Method:
         found = self._methods.pop(spec, None)
         if found is None:
             found = self._llm.build(spec)
         self._methods[spec] = found
-        while len(self._methods) > METHODS:
+        while len(self._methods) > MAX_METHODS:
             self._methods.popitem(last=False)
         return found
 
     def _cancel(self, number: int) -> None:
-        active = self._active.pop(number, None)
-        if active is not None and active.ticket is not None:
-            self._runner.cancel(active.ticket)
+        with self._submitting:
+            active = self._active.pop(number, None)
+        if active is not None and active.handle is not None:
+            self._thread.cancel(active.handle)
 
     # --- the engine's thread ------------------------------------------------------------------------
 
-    def _take(self, active: Active, event: Event) -> None:
-        job = active.job
+    def _on_event(self, active: ActiveRequest, event: OutputEvent) -> None:
+        """Turns an event of the engine into an output of this pass's message."""
+        request = active.request
         if event.progress is None:
-            self._active.pop(job.id, None)
+            self._active.pop(request.id, None)
             fault = _fault(event.error) if event.error else None
-            self._news.append(News(job.id, fault=fault, done=event.done))
+            self._outputs.append(EngineOutput(request.id, fault=fault, done=event.done))
             return
         progress = event.progress
-        sequence, rows, trace, fault = progress.sequence, None, None, None
+        sequence, logprobs, trace, fault = progress.sequence, None, None, None
         if event.done:
-            self._active.pop(job.id, None)
-        elif job.id not in self._active:
-            return  # cancelled: nobody listens
-        if job.params.logprobs is not None or job.trace:
-            first = active.told.get(sequence.index, 0)
-            last = len(sequence.tokens) - sequence.prompt_length
-            active.told[sequence.index] = last
-            if job.trace:
-                trace = [(*row,) for row in sequence.trace[first:last]]
-            if job.params.logprobs is not None:
+            self._active.pop(request.id, None)
+        elif request.id not in self._active:
+            return  # cancelled: the HTTP process would drop it
+        num_tokens = len(sequence.tokens) - sequence.prompt_length
+        if request.params.logprobs is not None or request.trace:
+            first = active.num_sent.get(sequence.index, 0)
+            active.num_sent[sequence.index] = num_tokens
+            if request.trace:
+                trace = [(*row,) for row in sequence.trace[first:num_tokens]]
+            if request.params.logprobs is not None:
                 places = range(first + sequence.prompt_length, len(sequence.tokens))
-                rows = [sequence.logprobs.get(at) for at in places]
-        end = prompt = None
+                logprobs = [sequence.logprobs.get(at) for at in places]
+        end = prompt_logprobs = None
         if progress.finished:
             end = self._end(active, sequence)
             if sequence.error is not None:
                 fault = _fault(sequence.error)
-            if job.params.prompt_logprobs is not None and not active.prompt_told:
-                active.prompt_told = True
+            if request.params.prompt_logprobs is not None and not active.prompt_sent:
+                active.prompt_sent = True
                 known = sequence.prompt_logprobs
-                prompt = [known.get(at) for at in range(sequence.prompt_length)]
-        self._news.append(
-            News(
-                job.id,
+                prompt_logprobs = [known.get(at) for at in range(sequence.prompt_length)]
+        self._outputs.append(
+            EngineOutput(
+                request.id,
                 sequence.index,
                 progress.text,
-                rows,
+                logprobs,
                 trace,
                 end,
-                prompt,
+                prompt_logprobs,
                 fault,
                 event.done,
-                drawn(progress) if job.graphs else None,
+                record_pass(progress) if request.graphs else None,
+                num_tokens,
             )
         )
 
-    def _end(self, active: Active, sequence: Sequence) -> End:
+    def _end(self, active: ActiveRequest, sequence: Sequence) -> RequestEnd:
         counts = sequence.counts
-        return End(
+        return RequestEnd(
             sequence.finish_reason or "error",
             asdict(counts),
             sequence.seed,
             sequence.method.spec or sequence.method.name,
-            self._tally.saved(active.mark, counts),
+            self._savings.saved(active.mark, counts),
             sequence.output,
         )
 
     def _flush(self) -> None:
-        """After each pass and each errand: one message with whatever is new."""
+        """After each pass and each call from another thread: one message with all new outputs."""
         started = time.thread_time()
-        steps = self._llm.engine.ledger.steps
+        steps = self._llm.engine.steps
         if steps != self._steps:
             self._steps = steps
-            self._tally.note()
-        if self._news:
-            news, self._news = self._news, []
-            self._send((NEWS, news))
-        self._telling += time.thread_time() - started
+            self._savings.add_pass()
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            self._send((OUTPUTS, outputs))
+        self._send_cpu += time.thread_time() - started
 
     def _send(self, message: tuple[Any, ...]) -> None:
         try:
-            self._link.sendall(pack(message))
+            self._connection.sendall(pack(message))
         except OSError:
-            os._exit(0)  # nobody is there to answer to
+            os._exit(0)  # the HTTP process has gone
 
-    def hello(self, fingerprint: str, tokenizer: bytes) -> None:
-        """The first message."""
+    def send_handshake(self, fingerprint: str, tokenizer: bytes) -> None:
+        """The first message: the model is loaded."""
         model = self._llm.model
-        self._send(
-            (
-                HELLO,
-                Hello(
-                    model=self._llm.name,
-                    fingerprint=fingerprint,
-                    operations=model.ops.name,
-                    context=model.context,
-                    capacity=self._llm.engine.passes.pools[TARGET].capacity,
-                    vocab_size=model.vocab_size,
-                    tokenizer=tokenizer,
-                ),
-            )
+        capacity = self._llm.engine.pool().capacity
+        handshake = Handshake(
+            model=self._llm.name,
+            fingerprint=fingerprint,
+            operations=model.ops.name,
+            context=model.context,
+            capacity=capacity,
+            vocab_size=model.vocab_size,
+            tokenizer=tokenizer,
+            device=self._llm.device,
+            weights=self._llm.weights,
+            kv_bytes=capacity * model.ops.kv_bytes_per_token(model.config),
         )
+        self._send((READY, handshake))
 
     def _pong(self, number: int, value: Any) -> None:
         self._send((PONG, number, value))
 
     def _check(self) -> bool:
-        """Whether the cache agrees with itself; looked at while there is nothing else to do."""
+        """Whether all integrity checks of the KV cache passed; checks again if the engine is idle."""
         if not self._llm.engine.busy:
             try:
                 self._llm.engine.check_integrity()
@@ -282,17 +288,16 @@ class Worker:
         return self._intact
 
     def _gauges(self) -> Gauges:
-        engine = self._llm.engine
-        pool = engine.passes.pools[TARGET]
+        gauges = self._llm.engine.gauges()
         return Gauges(
-            steps=engine.ledger.steps,
-            totals=asdict(engine.ledger.total),
-            seconds=dict(engine.ledger.seconds),
-            running=len(engine.scheduler.running),
-            waiting=len(engine.scheduler.waiting),
-            pages=pool.capacity // pool.page_size,
-            pages_free=pool.available,
-            cpu_steps=self._runner.cpu - self._telling,
+            steps=gauges.steps,
+            totals=asdict(gauges.totals),
+            seconds=dict(gauges.seconds),
+            running=gauges.running,
+            waiting=gauges.waiting,
+            pages=gauges.pages,
+            pages_free=gauges.free_pages,
+            cpu_steps=self._thread.cpu_seconds - self._send_cpu,
             cpu_all=time.process_time(),
             rss=_memory(),
             intact=self._check(),
@@ -300,7 +305,7 @@ class Worker:
 
 
 def _memory() -> int:
-    """Bytes that this process holds in memory."""
+    """Resident memory of this process in bytes."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -308,39 +313,38 @@ def _memory() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _fault(error: BaseException) -> Fault:
+def _fault(error: BaseException) -> EngineFault:
     kind = "request" if isinstance(error, RequestError) else "method"
     if not isinstance(error, OutstrideError):
         kind = "engine"
-    return Fault(kind, str(error) or type(error).__name__)
+    return EngineFault(kind, str(error) or type(error).__name__)
 
 
-def _touch(model: Model) -> None:
-    """Writes every entry of an empty cache once, so that its memory is there before it is needed.
+def _allocate(model: Model) -> None:
+    """Writes every slot of an empty KV cache once, so that the system allocates its memory now.
 
-    Else the system finds it page by page in the midst of passes, for all who reach a new page in the
-    same pass at once: with eight talking, that pass took half as long again.
+    Otherwise it allocates during passes, for all requests that reach a new page in the same pass: with
+    eight decoding requests, such a pass took half as long again.
     """
     slots = model.pages * model.page_size
-    for first in range(0, slots, TOUCHED):
-        targets = np.arange(first, min(first + TOUCHED, slots))
+    for first in range(0, slots, SLOTS_AT_ONCE):
+        targets = np.arange(first, min(first + SLOTS_AT_ONCE, slots))
         model.move(np.zeros_like(targets), targets)
 
 
 def main() -> None:
-    """Runs in the new process: the socket's number is on the command line."""
+    """Runs in the new process: the command line has the number of the socket."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # whoever ends the group means the parent, which decides
-    link = socket.socket(fileno=int(sys.argv[1]))
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-    message = receive(link)
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole group: the parent decides
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    message = receive(connection)
     if message is None:
         return
     settings: EngineSettings = message[0]
     llm = LLM(
         settings.model,
+        device=settings.device,
         weights=settings.weights,
         adapter=settings.adapter,
         pages=settings.pages,
@@ -348,17 +352,16 @@ def main() -> None:
         max_sequences=settings.max_sequences,
     )
     tokenizer = pickle.dumps(llm.tokenizer)
-    pool = llm.engine.passes.pools[TARGET]
-    llm.method("auto")  # what it needs is attached before anything is read
+    llm.method("auto")  # its draft head is attached before the first request
     for name in settings.draft_models:
         llm.method(f"draft:model={name}")
-    for model in llm.engine.passes.models.values():
-        _touch(model)
-    llm.engine.scheduler.cost = measure(llm.model, pool, settings.max_nodes, reading=True)
-    worker = Worker(link, llm)
+    for model in llm.engine.models.values():
+        _allocate(model)
+    llm.engine.cost = llm.engine.profile(prefill=True)
+    worker = Worker(connection, llm)
     gc.collect()
-    gc.freeze()  # what is loaded stays: looking through it again would hold up everybody each time
-    worker.hello(llm.fingerprint, tokenizer)
+    gc.freeze()  # what is loaded stays: scanning it in every collection would delay passes
+    worker.send_handshake(llm.fingerprint, tokenizer)
     worker.run()
 
 

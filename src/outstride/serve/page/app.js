@@ -1,9 +1,9 @@
-// The page: the race, the state of the server, and what the buttons do.
+// The page: the race, the state of the server, and the buttons.
 
 import { Palette, Pane } from "./pane.js";
 import { PassView } from "./passview.js";
 import { frame, verdict } from "./score.js";
-import { contestants, describe, digest, fillMethods, methods, offerExamples, order, readLink, seed, writeLink } from "./settings.js";
+import { describe, digest, fillMethods, methods, order, readLink, seed, showExamples, sides as racers, writeLink } from "./settings.js";
 import { ask, chat, keep } from "./stream.js";
 
 const RETRY = 3000;
@@ -14,7 +14,7 @@ const $ = (id) => document.getElementById(id);
 const view = new PassView($("pass"));
 let running = null;
 let panes = [];
-let drawn = null;
+let seedUsed = null;
 let again = null;
 
 // --- the race -----------------------------------------------------------------------------------
@@ -22,12 +22,12 @@ let again = null;
 async function run(pane, body, signal) {
   pane.begin();
   try {
-    for await (const chunk of chat(body, signal)) pane.take(chunk);
+    for await (const chunk of chat(body, signal)) pane.add(chunk);
     pane.set("done");
   } catch (error) {
     pane.set(signal.aborted ? "stopped" : "failed");
     if (signal.aborted) return;
-    if (!("status" in error)) throw error; // a fault of this page: the console has to show it
+    if (!("status" in error)) throw error; // a fault of this page: show it in the console
     pane.say(error.message);
     pane.problem = error;
   } finally {
@@ -40,10 +40,10 @@ async function race() {
   clear();
   running = new AbortController();
   const { signal } = running;
-  drawn = seed();
-  writeLink(drawn);
+  seedUsed = seed();
+  writeLink(seedUsed);
   const palette = new Palette();
-  const sides = contestants(drawn);
+  const sides = racers(seedUsed);
   panes = sides.map(({ label }) => new Pane($("pane"), palette, { label, onPass, onHover }));
   $("panes").replaceChildren(...panes.map((pane) => pane.element));
   $("result").hidden = false;
@@ -66,13 +66,13 @@ async function race() {
     busy(false);
   }
   const problem = panes.find((pane) => pane.problem)?.problem;
-  if (!problem) return say(...verdict(panes, drawn));
+  if (!problem) return say(...verdict(panes, seedUsed));
   alarm(problem);
-  verdict(panes, drawn);
+  verdict(panes, seedUsed);
   return say("The race could not be finished.");
 }
 
-/** Draws some times a second, however fast chunks come, and once more at the end. */
+/** Draws every FRAME milliseconds, independent of the rate of chunks, and once more at the end. */
 async function tick(palette) {
   for (let last = false; ; last = !running) {
     frame(panes, palette, !last);
@@ -91,7 +91,7 @@ function onHover(pane, number) {
   pane.light(number);
 }
 
-// --- words and states ---------------------------------------------------------------------------
+// --- messages and states ------------------------------------------------------------------------
 
 function busy(now) {
   const held = document.activeElement;
@@ -104,17 +104,17 @@ function busy(now) {
   } else if (held === $("stop")) $("race").focus({ preventScroll: true });
 }
 
-/** Says something; `more` is for those who hear it and do not see the figures. */
-function say(words, more = "") {
+/** Shows a message; `more` is for screen readers, which do not see the figures. */
+function say(text, more = "") {
   const unseen = document.createElement("span");
   unseen.className = "unseen";
   unseen.textContent = ` ${more}`;
-  $("status").replaceChildren(words, more ? unseen : "");
+  $("status").replaceChildren(text, more ? unseen : "");
 }
 
-function warn(words) {
-  $("alert").textContent = words;
-  $("alert").hidden = !words;
+function warn(text) {
+  $("alert").textContent = text;
+  $("alert").hidden = !text;
 }
 
 function clear() {
@@ -133,18 +133,18 @@ function alarm(problem, retry = race) {
   }
   if (problem.status === 0) {
     server("off", "not reachable");
-    setTimeout(meet, RETRY);
+    setTimeout(connect, RETRY);
   }
 }
 
-function server(state, words, title = "") {
+function server(state, text, title = "") {
   $("server").dataset.state = state;
-  $("server-text").textContent = words;
+  $("server-text").textContent = text;
   $("server").title = title;
 }
 
-/** Asks what there is; asks again until the model answers. */
-async function meet() {
+/** Asks for the methods and the model; again until the model is loaded. */
+async function connect() {
   try {
     const [list, models] = await Promise.all([ask("/v1/methods"), ask("/v1/models")]);
     const back = $("server").dataset.state === "off";
@@ -155,16 +155,16 @@ async function meet() {
     const model = models.data[0];
     if (!model.operations) {
       server("wait", `${model.id} is being loaded …`);
-      setTimeout(meet, RETRY);
+      setTimeout(connect, RETRY);
       return;
     }
     server("on", `${model.id} · ${model.operations}`, `system_fingerprint ${model.system_fingerprint}`);
     if (back) clear();
   } catch (error) {
-    server("off", error.status === 401 ? "wants a key" : "not reachable");
-    if (error.status === 401) alarm(error, meet);
+    server("off", error.status === 401 ? "needs a key" : "not reachable");
+    if (error.status === 401) alarm(error, connect);
     else if (!methods.size) warn(error.message);
-    if (error.status !== 401) setTimeout(meet, RETRY);
+    if (error.status !== 401) setTimeout(connect, RETRY);
   }
 }
 
@@ -174,7 +174,7 @@ function theme(value) {
 }
 
 async function share() {
-  writeLink(drawn);
+  writeLink(seedUsed);
   try {
     await navigator.clipboard.writeText(location.href);
     say("The link is in the clipboard. It holds the prompt and all settings, and no key.");
@@ -200,7 +200,7 @@ function listen() {
     keep($("key").value);
     $("key").value = "";
     clear();
-    if (again !== meet) meet();
+    if (again !== connect) connect();
     again();
   });
   $("theme").addEventListener("change", () => {
@@ -215,7 +215,7 @@ function listen() {
 }
 
 theme(localStorage.getItem(THEME) ?? "auto");
-offerExamples();
+showExamples();
 listen();
 readLink();
-meet();
+connect();

@@ -1,12 +1,12 @@
-// Small drawings in SVG: tokens per pass as bars, with the mean so far as a line.
+// A chart in SVG: tokens per pass as bars, the mean so far as a line.
 
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 96;
 const LEFT = 22;
 const TOP = 8;
 const BOTTOM = 18;
-const LEAST = 32;
-const MOST = 240; // bars; of more passes, several share one
+const MIN_PASSES = 32;
+const MAX_BARS = 240; // of more passes, several share a bar
 
 /** An SVG element with attributes. */
 export function draw(name, attributes = {}, ...children) {
@@ -18,13 +18,13 @@ export function draw(name, attributes = {}, ...children) {
 
 /**
  * Draws passes: each has `parts`, runs of tokens with a class and a count. Both panes share `scale`
- * ({passes, tokens}), so that lengths and heights can be compared. Returns how many passes a bar holds.
+ * ({passes, tokens}), so that lengths and heights can be compared. Returns the number of passes per bar.
  */
 export function chart(box, passes, scale, chosen) {
   const width = Math.max(box.clientWidth, 120);
-  const across = Math.max(scale.passes, LEAST);
+  const across = Math.max(scale.passes, MIN_PASSES);
   const up = Math.max(scale.tokens, 4);
-  const bin = Math.ceil(across / MOST);
+  const bin = Math.ceil(across / MAX_BARS);
   const step = ((width - LEFT) / across) * bin;
   const high = HEIGHT - TOP - BOTTOM;
   const y = (tokens) => TOP + high * (1 - tokens / up);
@@ -33,32 +33,32 @@ export function chart(box, passes, scale, chosen) {
     svg.append(draw("line", { class: "rule", x1: LEFT, x2: width, y1: y(tick), y2: y(tick) }));
     if (tick) svg.append(draw("text", { class: "tick", x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, String(tick)));
   }
-  svg.append(draw("text", { class: "tick", x: LEFT, y: HEIGHT - 4 }, "tokens of each pass"));
+  svg.append(draw("text", { class: "tick", x: LEFT, y: HEIGHT - 4 }, "tokens per pass"));
   svg.append(draw("text", { class: "tick", x: width, y: HEIGHT - 4, "text-anchor": "end" }, `${across} passes`));
   let line = "";
   let sum = 0;
   for (let index = 0; index * bin < passes.length; index++) {
-    const held = passes.slice(index * bin, (index + 1) * bin);
+    const shared = passes.slice(index * bin, (index + 1) * bin);
     const x = LEFT + index * step;
     const mine = index === Math.floor(chosen / bin);
-    const group = draw("g", { class: mine ? "bar chosen" : "bar", "data-pass": held[0].number });
+    const group = draw("g", { class: mine ? "bar chosen" : "bar", "data-pass": shared[0].number });
     group.append(draw("rect", { class: "reach", x, y: TOP, width: step, height: high }));
     let below = 0;
-    for (const part of merged(held)) {
-      const gap = step > 5 ? 1 : step * 0.15;
+    for (const part of merged(shared)) {
+      const spacing = step > 5 ? 1 : step * 0.15;
       group.append(
         draw("rect", {
           class: `fill ${part.kind}`,
-          x: x + gap / 2,
+          x: x + spacing / 2,
           y: y(below + part.count),
-          width: Math.max(step - gap, 0.6),
+          width: Math.max(step - spacing, 0.6),
           height: y(below) - y(below + part.count),
         }),
       );
       below += part.count;
     }
-    sum += below * held.length;
-    line += `${index ? "L" : "M"}${x + step / 2} ${y(sum / (index * bin + held.length))}`;
+    sum += below * shared.length;
+    line += `${index ? "L" : "M"}${x + step / 2} ${y(sum / (index * bin + shared.length))}`;
     svg.append(group);
   }
   if (passes.length > 1) svg.append(draw("path", { class: "mean", d: line }));

@@ -1,13 +1,14 @@
-// One side of the race: its text in colours, its figures, its chart.
+// One side of the race: its text, its figures, its chart.
 
 import { chart } from "./chart.js";
-import { count } from "./words.js";
+import { count } from "./messages.js";
 
-const SHADES = 6; // of steps, from early to late
+const SHADES = 6; // of denoising steps, from early to late
 const DRAFTERS = 6; // with a colour of their own
 const END = "‹end›";
+const FENCE = "```";
 
-/** Colours of drafters, in the order in which they turn up; both panes share one. */
+/** Colours of drafters, in the order of their first token; both panes share one palette. */
 export class Palette {
   constructor() {
     this.sources = new Map();
@@ -20,8 +21,8 @@ export class Palette {
   }
 }
 
-/** Puts together characters whose bytes came in several tokens. */
-class Speller {
+/** Joins the bytes of characters that are spread over several tokens. */
+class Detokenizer {
   constructor() {
     this.bytes = [];
   }
@@ -62,8 +63,10 @@ export class Pane {
     this.started = this.ended = 0;
     this.chosen = -1;
     this.fresh = []; // tokens that are not on the screen yet
+    this.fences = 0; // of code, so far
+    this.tail = ""; // the end of the text, which may begin a fence
     this.bin = 1; // passes per bar
-    this.speller = new Speller();
+    this.detokenizer = new Detokenizer();
     const find = (selector) => this.element.querySelector(selector);
     find("h2").textContent = label;
     this.badge = find(".state");
@@ -116,11 +119,11 @@ export class Pane {
     this.light(String(pass.number));
   }
 
-  /** Shows what came from one pass, in the text and in the chart. */
+  /** Highlights one pass in the text and in the chart. */
   light(number) {
     for (const old of this.element.querySelectorAll(".hot")) old.classList.remove("hot");
     if (!number) return;
-    for (const piece of this.element.querySelectorAll(`[data-pass="${number}"]`)) piece.classList.add("hot");
+    for (const part of this.element.querySelectorAll(`[data-pass="${number}"]`)) part.classList.add("hot");
   }
 
   set(state) {
@@ -134,8 +137,8 @@ export class Pane {
     this.set("runs");
   }
 
-  /** Enters a chunk of the stream. */
-  take(chunk) {
+  /** Adds a chunk of the stream. */
+  add(chunk) {
     this.ended = performance.now();
     if (chunk.usage) this.usage = chunk.usage;
     const choice = chunk.choices[0];
@@ -161,7 +164,8 @@ export class Pane {
   }
 
   token(row) {
-    const token = { ...row, shown: this.speller.text(row.text), css: this.palette.kind(row), index: this.tokens.length };
+    const token = { ...row, shown: this.detokenizer.text(row.text), css: this.palette.kind(row), index: this.tokens.length };
+    token.code = this.inCode(token.shown);
     this.tokens.push(token);
     if (row.kind === "unmasked" || row.kind === "given") return token; // counted when it was settled
     const pass = this.pass(row.pass);
@@ -170,13 +174,22 @@ export class Pane {
     return token;
   }
 
+  /** Whether a token belongs to fenced code, its fences included. */
+  inCode(text) {
+    const parts = (this.tail + text).split(FENCE);
+    const wasOpen = this.fences % 2 === 1;
+    this.fences += parts.length - 1;
+    this.tail = parts.at(-1).slice(1 - FENCE.length); // a fence may be spread over tokens
+    return wasOpen || parts.length > 1;
+  }
+
   count(pass, kind) {
     const last = pass.parts.at(-1);
     if (last?.kind === kind) last.count += 1;
     else pass.parts.push({ kind, count: 1 });
   }
 
-  /** Enters what a pass over masks settled. */
+  /** Adds the tokens that a pass over masks settled. */
   settle(graph) {
     this.masked = true;
     const pass = this.pass(graph.pass);
@@ -190,13 +203,13 @@ export class Pane {
     this.width = Math.max(this.width, ...graph.masks.map((place) => place + 1));
   }
 
-  /** The whole answer has come: what its text is, is certain now. */
+  /** The answer is complete: draws its final text. */
   close(reason) {
     this.finish = reason;
-    const said = this.tokens.map((token) => token.shown);
+    const shown = this.tokens.map((token) => token.shown);
     const last = this.tokens.at(-1);
-    if (reason === "stop" && last && said.slice(0, -1).join("").trim() === this.content.trim()) {
-      last.shown = END; // a mark, no text
+    if (reason === "stop" && last && shown.slice(0, -1).join("").trim() === this.content.trim()) {
+      last.shown = END; // the end-of-text token has no text
       last.mark = true;
     }
     if (this.masked) for (const token of this.tokens) token.css = this.shade(token.pass);
@@ -209,6 +222,7 @@ export class Pane {
   span(token, css) {
     const span = document.createElement("span");
     span.className = `token ${css}`;
+    if (token.code) span.classList.add("code");
     if (token.mark) span.classList.add("mark");
     if (token.shown.includes("\n")) span.classList.add("break");
     span.dataset.pass = token.pass;
@@ -227,8 +241,8 @@ export class Pane {
     return `s${Math.min(SHADES - 1, Math.floor((SHADES * Math.max(index, 0)) / Math.max(this.passes.length, 1)))}`;
   }
 
-  /** The canvas as it stands: what is settled by step, and masks. */
-  paint() {
+  /** Draws the canvas: settled tokens by step, and masks. */
+  drawCanvas() {
     this.text.replaceChildren(
       ...Array.from({ length: this.width }, (_, place) => {
         const token = this.places.get(place);
@@ -253,14 +267,16 @@ export class Pane {
     return ((this.state === "runs" ? performance.now() : this.ended) - this.started) / 1000;
   }
 
-  /** Brings the screen up to date: not at each chunk, which may come by the hundred. */
+  /** Updates the screen; called at a fixed rate, because chunks may come by the hundred. */
   show(scale) {
-    if (this.dirty && this.masked && !this.finish) this.paint();
+    if (this.dirty && this.masked && !this.finish) this.drawCanvas();
     else if (this.fresh.length && !this.masked) this.append(this.fresh.splice(0));
-    const { passes, tokens, mean, seconds } = this.figures;
+    const { passes, tokens, mean, acceptance, seconds } = this.figures;
     passes.textContent = this.counted;
     tokens.textContent = this.emitted;
     mean.textContent = this.counted ? (this.emitted / this.counted).toFixed(2) : "–";
+    const { proposed = 0, accepted = 0 } = this.usage?.outstride ?? {};
+    acceptance.textContent = proposed ? `${Math.round((100 * accepted) / proposed)}%` : "–";
     seconds.textContent = this.seconds.toFixed(1);
     if (this.dirty || this.scale !== JSON.stringify(scale)) {
       this.dirty = false;
@@ -269,12 +285,12 @@ export class Pane {
     }
   }
 
-  say(words) {
-    this.note.textContent = words;
-    this.note.hidden = !words;
+  say(text) {
+    this.note.textContent = text;
+    this.note.hidden = !text;
   }
 
-  /** Marks the token from which on the two texts differ. */
+  /** Marks the first token that differs. */
   differ(index) {
     const at = this.tokens.slice(0, index).filter((token) => token.shown).length;
     this.text.children[at]?.classList.add("differs");

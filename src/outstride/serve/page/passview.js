@@ -1,42 +1,42 @@
-// A look into one pass: the graph that was proposed, with what held and what did not.
+// One pass: the draft tree, with accepted and rejected nodes.
 
 import { draw } from "./chart.js";
-import { count } from "./words.js";
+import { count } from "./messages.js";
 
 const ROW = 32;
 const PILL = 24;
-const GAP = 34;
+const SPACING = 34;
 const LONGEST = 16;
 const ROUND = 12;
 
 const MEANINGS = {
   given: "settled before this pass",
-  held: "guessed, and it held",
-  bonus: "the model's own choice",
-  rejected: "guessed in vain",
-  probe: "looked at to learn from",
+  accepted: "drafted and accepted",
+  bonus: "the model's own token",
+  rejected: "drafted and rejected",
+  probe: "scored to learn from",
 };
 
-/** A token as a label: blanks and line ends can be seen. */
+/** A token as a label, with visible blanks and line ends. */
 function label(text) {
   const seen = text.replace(/ /g, "␣").replace(/\n/g, "↵").replace(/\t/g, "⇥") || "▒";
   return seen.length > LONGEST ? `${seen.slice(0, LONGEST - 1)}…` : seen;
 }
 
-/** The nodes of a pass as a tree: what the model added itself hangs behind what held. */
+/** The nodes of a pass as a tree; the model's own tokens follow the accepted ones. */
 export function tree(pass, kindOf) {
   const nodes = (pass.graph?.nodes ?? []).map((node, index) => ({
     ...node,
     index,
     css: node.state === "accepted" ? kindOf({ kind: "drafted", source: node.source }) : node.state,
     children: [],
-    held: node.state === "accepted" || node.state === "given",
+    onPath: node.state === "accepted" || node.state === "given",
   }));
   for (const node of nodes) nodes[node.parent]?.children.push(node);
   let tip = nodes[0];
   for (let next = tip; next; next = next.children.find((child) => child.state === "accepted")) tip = next;
   for (const token of pass.tokens.filter((one) => one.kind === "bonus" || one.kind === "plain")) {
-    const own = { text: token.text, state: "bonus", css: token.kind === "plain" ? "own" : "bonus", children: [], held: true };
+    const own = { text: token.text, state: "bonus", css: token.kind === "plain" ? "own" : "bonus", children: [], onPath: true };
     tip?.children.push(own);
     nodes.push(own);
     tip = own;
@@ -52,14 +52,14 @@ function place(root) {
     node.label = label(node.text);
     node.width = Math.max(30, node.label.length * 8.2 + 18);
     widths[depth] = Math.max(widths[depth] ?? 0, node.width);
-    node.children.sort((a, b) => b.held - a.held);
+    node.children.sort((a, b) => b.onPath - a.onPath);
     if (!node.children.length) node.row = row++;
     for (const child of node.children) walk(child, depth + 1);
     if (node.children.length) node.row = node.children[0].row;
   };
   walk(root, 0);
-  const starts = widths.reduce((found, width) => [...found, found.at(-1) + width + GAP], [2]);
-  return { rows: row, starts, width: starts.at(-1) - GAP + 2 };
+  const starts = widths.reduce((found, width) => [...found, found.at(-1) + width + SPACING], [2]);
+  return { rows: row, starts, width: starts.at(-1) - SPACING + 2 };
 }
 
 function picture(nodes) {
@@ -76,20 +76,20 @@ function picture(nodes) {
       const [x1, x2] = [x + node.width, starts[child.depth]];
       const turn = Math.min(x1 + 24, x2);
       const d = `M${x1} ${middle(node)}C${turn} ${middle(node)} ${x2 - 18} ${middle(child)} ${x2} ${middle(child)}`;
-      edges.append(draw("path", { class: child.held ? "edge held" : "edge", d }));
+      edges.append(draw("path", { class: child.onPath ? "edge accepted" : "edge", d }));
     }
     const box = { x, y: middle(node) - PILL / 2, width: node.width, height: PILL, rx: ROUND };
-    const title = draw("title", {}, `${node.text}: ${MEANINGS[node.held && node.state === "accepted" ? "held" : node.state]}${node.source && node.state !== "given" ? `, by ${node.source}` : ""}`);
+    const title = draw("title", {}, `${node.text}: ${MEANINGS[node.state]}${node.source && node.state !== "given" ? `, by ${node.source}` : ""}`);
     const text = draw("text", { x: x + node.width / 2, y: middle(node) + 4.5, "text-anchor": "middle" }, node.label);
     pills.append(draw("g", { class: `node ${node.css}` }, title, draw("rect", box), text));
   }
   svg.append(edges, pills);
-  const path = nodes.filter((node) => node.held).map((node) => node.text).join("");
-  svg.setAttribute("aria-label", `A tree of ${count(nodes.length, "node")}. What holds: ${path}`);
+  const path = nodes.filter((node) => node.onPath).map((node) => node.text).join("");
+  svg.setAttribute("aria-label", `A draft tree of ${count(nodes.length, "node")}. Accepted: ${path}`);
   return svg;
 }
 
-/** A canvas at one pass: settled before, settled now, still open. */
+/** A canvas at one pass: settled before, settled now, still masked. */
 function canvas(pane, pass) {
   const box = document.createElement("div");
   box.className = "canvas";
@@ -105,27 +105,27 @@ function canvas(pane, pass) {
   return box;
 }
 
-function words(pass, nodes) {
+function summary(pass, nodes) {
   const got = pass.tokens.length;
   if (pass.graph?.masks.length) {
-    return `${count(pass.graph.masks.length, "place")} of the canvas open, ${got} of them settled by this pass.`;
+    return `${count(pass.graph.masks.length, "position")} of the canvas masked, ${got} of them settled by this pass.`;
   }
   const drafted = nodes.filter((node) => ["accepted", "rejected"].includes(node.state));
-  const held = pass.tokens.filter((token) => token.kind === "drafted").length;
+  const accepted = pass.tokens.filter((token) => token.kind === "drafted").length;
   const probes = nodes.filter((node) => node.state === "probe").length;
-  const learnt = probes ? ` ${probes} more were looked at to learn from.` : "";
-  if (!drafted.length) return `Nothing was guessed: ${count(got, "token")} for one pass, the model's own.${learnt}`;
-  const bonus = got > held ? `, and the model added ${got - held} of its own` : "";
-  return `${count(drafted.length, "token")} guessed, ${held || "none"} held${bonus}: ${count(got, "token")} for one pass.${learnt}`;
+  const learnt = probes ? ` ${count(probes, "node")} more scored to learn from.` : "";
+  if (!drafted.length) return `No draft: ${count(got, "token")} in one pass.${learnt}`;
+  const bonus = got > accepted ? `, ${got - accepted} added by the model` : "";
+  return `${count(drafted.length, "token")} drafted, ${accepted} accepted${bonus}: ${count(got, "token")} in one pass.${learnt}`;
 }
 
 function legend(pane, pass, nodes) {
   if (pass.graph?.masks.length) {
-    return [["cell now", "settled by this pass"], ["cell before", "settled before"], ["cell open", "open"], ["cell later", "not looked at yet"]];
+    return [["cell now", "settled by this pass"], ["cell before", "settled before"], ["cell open", "masked"], ["cell later", "not part of this pass"]];
   }
   const found = new Map();
   for (const node of nodes) {
-    if (node.state === "accepted") found.set(node.css, `held, guessed by ${node.source.replaceAll("+", " and ")}`);
+    if (node.state === "accepted") found.set(node.css, `accepted, drafted by ${node.source.replaceAll("+", " and ")}`);
     else found.set(node.css, MEANINGS[node.state]);
   }
   return [...found].map(([css, text]) => [`swatch ${css}`, text]);
@@ -135,7 +135,7 @@ export class PassView {
   constructor(dialog) {
     this.dialog = dialog;
     const find = (name) => dialog.querySelector(`#pass-${name}`);
-    this.parts = { title: find("title"), words: find("words"), graph: find("graph"), legend: find("legend") };
+    this.parts = { title: find("title"), summary: find("summary"), graph: find("graph"), legend: find("legend") };
     [this.back, this.on] = [find("back"), find("on")];
     this.back.addEventListener("click", () => this.open(this.pane, this.index - 1));
     this.on.addEventListener("click", () => this.open(this.pane, this.index + 1));
@@ -143,7 +143,7 @@ export class PassView {
     dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
     dialog.addEventListener("close", () => this.pane?.light(null));
     dialog.addEventListener("keydown", (event) => {
-      if (event.target === this.parts.graph) return; // there, arrows scroll
+      if (event.target === this.parts.graph) return; // arrows scroll the graph
       if (event.key === "ArrowLeft" && !this.back.disabled) this.open(this.pane, this.index - 1);
       if (event.key === "ArrowRight" && !this.on.disabled) this.open(this.pane, this.index + 1);
     });
@@ -155,7 +155,7 @@ export class PassView {
     [this.pane, this.index] = [pane, index];
     const nodes = tree(pass, (row) => pane.palette.kind(row));
     this.parts.title.textContent = `Pass ${index + 1} of ${pane.passes.length}: ${pane.label}`;
-    this.parts.words.textContent = words(pass, nodes);
+    this.parts.summary.textContent = summary(pass, nodes);
     const masked = pass.graph?.masks.length;
     this.parts.graph.replaceChildren(masked ? canvas(pane, pass) : nodes.length ? picture(nodes) : "");
     this.parts.legend.replaceChildren(...legend(pane, pass, nodes).map(([css, text]) => entry(css, text)));
@@ -166,7 +166,7 @@ export class PassView {
   }
 }
 
-/** A line of a legend. */
+/** An entry of a legend. */
 export function entry(css, text) {
   const item = document.createElement("li");
   const mark = document.createElement("span");

@@ -1,13 +1,13 @@
-// What the race shows: while it runs, and at its end.
+// The result of the race: while it runs, and at its end.
 
 import { entry } from "./passview.js";
-import { methods, order, warm } from "./settings.js";
-import { count } from "./words.js";
+import { methods, order, sampled } from "./settings.js";
+import { count } from "./messages.js";
 
 const KINDS = {
-  plain: "nothing guessed: one token, one pass",
-  bonus: "the model's own choice behind a guess",
-  given: "stood there already",
+  plain: "no draft: one token, one pass",
+  bonus: "bonus token: the model's own, after the draft",
+  given: "given",
 };
 
 const $ = (id) => document.getElementById(id);
@@ -25,27 +25,29 @@ function legend(panes, palette) {
   const all = panes.flatMap((pane) => pane.tokens);
   const items = [...palette.sources].map(([source, index]) => [
     `swatch d${index}`,
-    `guessed by ${source.replaceAll("+", " and ")}, and it held`,
+    `drafted by ${source.replaceAll("+", " and ")}, accepted`,
   ]);
   for (const [kind, meaning] of Object.entries(KINDS)) {
     if (all.some((token) => token.kind === kind)) items.push([`swatch ${kind}`, meaning]);
   }
-  if (panes.some((pane) => pane.masked)) items.push(["swatch steps", "filled in, from the first step to the last"]);
+  if (panes.some((pane) => pane.masked)) items.push(["swatch steps", "unmasked, from the first step to the last"]);
   const key = JSON.stringify(items);
   if ($("legend").dataset.key === key) return;
   $("legend").dataset.key = key;
   $("legend").replaceChildren(...items.map(([css, text]) => entry(css, text)));
 }
 
-function figure(name, value, words) {
+/** Shows a figure; one with the result "loss" is printed small. */
+function figure(name, value, text, result = "win") {
   $(name).textContent = value;
-  $(`${name}-text`).textContent = words;
+  $(`${name}-text`).textContent = text;
+  $(`${name}-figure`).dataset.result = result;
 }
 
 function soFar([left, right]) {
   const mean = (pane) => pane.emitted / pane.counted;
   const ratio = mean(right) / mean(left);
-  figure("ratio", Number.isFinite(ratio) ? `${ratio.toFixed(2)}×` : "…", `the tokens per pass with ${right.label}, so far`);
+  figure("ratio", Number.isFinite(ratio) ? `${ratio.toFixed(2)}×` : "…", `tokens per pass with ${right.label} against ${left.label}, so far`, ratio < 1 ? "loss" : "win");
   figure("speed", `${Math.max(left.seconds, right.seconds, 0).toFixed(1)} s`, "since the start");
   const both = Math.min(left.tokens.length, right.tokens.length);
   const same = firstDifference(left.tokens, right.tokens);
@@ -59,7 +61,7 @@ function firstDifference(a, b) {
   return length;
 }
 
-/** What the race has shown: in a word, and in sentences; the figures say it larger. */
+/** Shows the result; returns it as a short message and as sentences for screen readers. */
 export function verdict(panes, seed) {
   const [left, right] = panes;
   const same = firstDifference(left.tokens, right.tokens);
@@ -69,25 +71,27 @@ export function verdict(panes, seed) {
     $("same").textContent = equal ? `The texts are equal as far as both came: ${count(both, "token")}.` : "";
     return ["Stopped.", $("same").textContent];
   }
-  const [more, passes] = above(left.counted / right.counted);
-  const compared = left.counted === right.counted ? "as many" : more ? "fewer" : "more";
-  figure("ratio", passes, `${compared} passes with ${right.label}: ${right.counted} instead of ${left.counted}`);
-  const [sooner, seconds] = above(left.seconds / right.seconds);
-  const shared = order() === "together" ? ", sharing the machine" : "";
+  const passes = compared(left.counted / right.counted, ["fewer", "as many", "more"]);
+  figure("ratio", passes.factor, `${passes.word} passes with ${right.label}: ${right.counted} instead of ${left.counted}`, passes.result);
+  const speed = compared(left.seconds / right.seconds, ["faster", "as fast", "slower"]);
+  const shared = order() === "together" ? ", in one batch" : "";
   const times = `${right.seconds.toFixed(1)} s against ${left.seconds.toFixed(1)} s${shared}`;
-  figure("speed", seconds, `${sooner ? "sooner" : "later"} done: ${times}`);
+  figure("speed", speed.factor, `${speed.word}: ${times}`, speed.result);
   equality(panes, same, seed);
-  return ["Finished.", `${passes} ${$("ratio-text").textContent}. ${$("same").textContent}`];
+  return ["Finished.", `${passes.factor} ${$("ratio-text").textContent}. ${$("same").textContent}`];
 }
 
-function above(ratio) {
-  return [ratio >= 1, `${(ratio >= 1 ? ratio : 1 / ratio).toFixed(2)}×`];
+/** A ratio as a factor of at least 1, with a word for its direction; above 1 is a win. */
+function compared(ratio, [better, equal, worse]) {
+  const factor = `${(ratio >= 1 ? ratio : 1 / ratio).toFixed(2)}×`;
+  if (factor === "1.00×") return { factor, word: equal, result: "even" };
+  return ratio > 1 ? { factor, word: better, result: "win" } : { factor, word: worse, result: "loss" };
 }
 
 function equality(panes, same, seed) {
   const [left, right] = panes;
   const equal = left.content === right.content && left.tokens.length === right.tokens.length && same === left.tokens.length;
-  const seeded = warm() ? `, seed ${seed}` : "";
+  const seeded = sampled() ? `, seed ${seed}` : "";
   $("same").dataset.equal = String(equal);
   if (equal) {
     $("same").textContent = `Both texts are equal, token for token: ${count(left.tokens.length, "token")}${seeded}.`;
@@ -95,8 +99,8 @@ function equality(panes, same, seed) {
   }
   for (const pane of panes) pane.differ(same);
   const exact = panes.every((pane) => methods.get(pane.label.split(":")[0])?.exactness === "exact");
-  let reason = `${right.label} does not promise the text of ${left.label}.`;
-  if (panes.some((pane) => pane.masked)) reason = "Masks were filled in: that is a text of its own.";
-  else if (exact) reason = "Both promise the same text, so this is a fault: please report it, with the link of this page.";
-  $("same").textContent = `The texts differ from token ${same + 1} on${seeded}. ${reason}`;
+  let reason = `${right.label} is not exact to ${left.label}.`;
+  if (panes.some((pane) => pane.masked)) reason = "A masked model unmasks tokens in another order: its text is not that of plain decoding.";
+  else if (exact) reason = "Both methods are exact, so this is a fault: please report it, with the link of this page.";
+  $("same").textContent = `The texts diverge at token ${same + 1}${seeded}. ${reason}`;
 }

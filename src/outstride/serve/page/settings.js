@@ -1,12 +1,12 @@
-// What a race is run with: the form, and the link that holds it.
+// The settings of a race: the form, and the link that holds them.
 
-const PROMISES = {
+const EXACTNESS = {
   exact: ["Same text as plain", "Exact: the same text, token for token."],
-  schedule: ["Masked models: same text as steps", "Exact to steps, the plain way to fill in masks."],
-  distribution: ["Same distribution, other words", "Other words than plain, drawn from the same distribution."],
-  lossy: ["May change the text", "May change the text; it is used because you chose it."],
+  schedule: ["Masked models: same text as steps", "Exact: the same text as steps, the fixed schedule of a masked model."],
+  distribution: ["Same distribution as plain", "Another text than plain, sampled from the same distribution."],
+  lossy: ["May change the text", "Lossy: may change the text."],
 };
-const TYPES = { int: "a whole number", float: "a number", bool: "true or false", str: "a word" };
+const TYPES = { int: "an integer", float: "a number", bool: "true or false", str: "text" };
 const FIELDS = ["prompt", "method", "against", "temperature", "top_p", "seed", "max_tokens"];
 const DEFAULTS = { temperature: "0", top_p: "1", seed: "", max_tokens: "160", against: "plain", order: "together" };
 const EXAMPLES = {
@@ -18,8 +18,8 @@ const EXAMPLES = {
   "A story": "Tell a short story about a lighthouse keeper who finds a letter in a bottle.",
 };
 
-/** What a method promises; those that fill in masks have a measure of their own. */
-function promiseOf(method) {
+/** How exact a method is; methods of masked models are exact to `steps`. */
+function exactnessOf(method) {
   return method.exactness === "exact" && method.family === "diffusion" ? "schedule" : method.exactness;
 }
 
@@ -28,16 +28,16 @@ const $ = (id) => document.getElementById(id);
 /** Methods by name, as the server lists them. */
 export const methods = new Map();
 
-/** Fills the choices; says so if the one that a link wants is not there. */
+/** Fills the menus of methods; warns if the server lacks the one that a link names. */
 export function fillMethods(list, warn) {
   for (const method of list) methods.set(method.id, method);
   for (const [select, usual] of [[$("method"), "auto"], [$("against"), "plain"]]) {
     const wanted = select.dataset.wanted ?? usual;
     select.replaceChildren(
-      ...Object.entries(PROMISES).map(([promise, [title]]) => {
+      ...Object.entries(EXACTNESS).map(([kind, [title]]) => {
         const group = document.createElement("optgroup");
         group.label = title;
-        const those = list.filter((method) => promiseOf(method) === promise);
+        const those = list.filter((method) => exactnessOf(method) === kind);
         group.append(...those.map((method) => new Option(method.id, method.id)));
         return group;
       }),
@@ -47,13 +47,13 @@ export function fillMethods(list, warn) {
   }
 }
 
-/** Says what the chosen method is, and offers its options. */
+/** Describes the chosen method and shows its options. */
 export function describe(given = {}) {
   const method = methods.get($("method").value);
   if (method) {
     const needs = method.needs.length ? ` Needs ${method.needs.join(" and ")}.` : "";
-    $("about").textContent = `${method.summary} ${PROMISES[promiseOf(method)][1]}${needs}`;
-    $("about").dataset.promise = method.exactness;
+    $("about").textContent = `${method.summary} ${EXACTNESS[exactnessOf(method)][1]}${needs}`;
+    $("about").dataset.exactness = method.exactness;
     $("option-fields").replaceChildren(...method.options.map((option) => optionField(option, given[option.name])));
     $("options").hidden = !method.options.length;
     if (method.options.some((option) => option.required)) $("settings").open = true;
@@ -96,8 +96,8 @@ export function order() {
   return document.querySelector("[name=order]:checked").value;
 }
 
-/** Whether tokens are drawn, so that a seed matters. */
-export function warm() {
+/** Whether tokens are sampled, so that the seed matters. */
+export function sampled() {
   return Number($("temperature").value) > 0;
 }
 
@@ -107,7 +107,7 @@ export function seed() {
 }
 
 /** Left and right: names, and bodies of their requests. */
-export function contestants(number) {
+export function sides(number) {
   const common = {
     messages: [{ role: "user", content: $("prompt").value }],
     temperature: Number($("temperature").value || 0),
@@ -115,21 +115,21 @@ export function contestants(number) {
     max_tokens: Number($("max_tokens").value),
     seed: number,
   };
-  const sides = [[$("against").value || "plain", {}], [$("method").value || "auto", options()]];
-  return sides.map(([method, extra]) => ({
+  const pair = [[$("against").value || "plain", {}], [$("method").value || "auto", options()]];
+  return pair.map(([method, extra]) => ({
     label: Object.entries(extra).reduce((label, [key, value], i) => `${label}${i ? "," : ":"}${key}=${value}`, method),
     body: {
       ...common,
-      // Nobody may profit from what another race, or the other side, has left behind.
+      // No request profits from the cached prefix or the drafter memory of another one.
       cache_salt: crypto.getRandomValues(new Uint32Array(4)).join("-"),
       outstride: { ...extra, method, trace: true, graphs: true },
     },
   }));
 }
 
-/** The settings in a few words. */
+/** A summary of the settings. */
 export function digest() {
-  const parts = [warm() ? `temperature ${$("temperature").value}` : "greedy", `${$("max_tokens").value} tokens`];
+  const parts = [sampled() ? `temperature ${$("temperature").value}` : "greedy", `${$("max_tokens").value} tokens`];
   if ($("seed").value) parts.push(`seed ${$("seed").value}`);
   if ($("against").value && $("against").value !== "plain") parts.push(`against ${$("against").value}`);
   for (const [key, value] of Object.entries(options())) parts.push(`${key}=${value}`);
@@ -137,17 +137,17 @@ export function digest() {
   $("digest").textContent = parts.join(" · ");
 }
 
-/** Puts the settings into the address; a seed that was drawn goes with them. */
-export function writeLink(drawn = null) {
+/** Puts the settings and the seed into the address. */
+export function writeLink(seedUsed = null) {
   const values = { ...Object.fromEntries(FIELDS.map((id) => [id, $(id).value])), order: order() };
-  if (drawn !== null && warm()) values.seed = String(drawn);
+  if (seedUsed !== null && sampled()) values.seed = String(seedUsed);
   const found = new URLSearchParams();
   for (const [key, value] of Object.entries(values)) if (value !== (DEFAULTS[key] ?? "")) found.set(key, value);
   for (const [key, value] of Object.entries(options())) found.set(`o.${key}`, value);
   history.replaceState(null, "", `${location.pathname}#${found}`);
 }
 
-/** Takes the settings from the address. */
+/** Reads the settings from the address. */
 export function readLink() {
   const given = {};
   for (const [key, value] of new URLSearchParams(location.hash.slice(1))) {
@@ -162,8 +162,8 @@ export function readLink() {
   describe(given);
 }
 
-/** Buttons with prompts to try. */
-export function offerExamples() {
+/** Buttons with example prompts. */
+export function showExamples() {
   for (const [name, prompt] of Object.entries(EXAMPLES)) {
     const button = document.createElement("button");
     button.type = "button";

@@ -1,6 +1,6 @@
-// Talking to the server: questions, and answers that come as a stream of events.
+// Requests to the server, and answers that come as a stream of events.
 
-import { BROKEN, Problem, UNREACHABLE, refusal } from "./words.js";
+import { BROKEN, Problem, UNREACHABLE, refusal } from "./messages.js";
 
 const KEY = "outstride-key";
 
@@ -25,13 +25,13 @@ async function send(path, options) {
   return response;
 }
 
-/** The answer to a GET. */
+/** The JSON of a GET. */
 export async function ask(path) {
   const response = await send(path, { headers: headers(), cache: "no-store" });
   return response.json();
 }
 
-/** The chunks of a chat completion, one after the other. */
+/** The chunks of a chat completion. */
 export async function* chat(body, signal) {
   const response = await send("/v1/chat/completions", {
     method: "POST",

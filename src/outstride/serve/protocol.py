@@ -1,6 +1,6 @@
-"""What clients may send: OpenAI's request bodies, and one object of our own.
+"""Request bodies: OpenAI's, and the object `outstride` of our own.
 
-A field that is not listed is refused by name: a misspelt one would otherwise do nothing, quietly.
+A field that is not listed is refused by name: a misspelt one would otherwise be ignored without a word.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1_000_0
 Flag = bool | None
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Known fields only, and no numbers written as strings."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Loose(BaseModel):
-    """An object that may hold more than is looked at here."""
+class OpenModel(BaseModel):
+    """An object that may have fields which are not used here."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class Own(BaseModel):
-    """How the request is decoded. What is not listed is an option of the method."""
+class DecodingOptions(BaseModel):
+    """How the request is decoded. A field that is not listed is an option of the method."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -38,24 +38,27 @@ class Own(BaseModel):
         default=False, description="say which pass and drafter each token came from"
     )
     graphs: bool = Field(
-        default=False, description="in streams, show what each pass proposed and what held"
+        default=False, description="in streams, show what each pass proposed and what was accepted"
     )
     deadline: float | None = Field(default=None, gt=0, description="seconds after which to give up")
 
 
-class StreamOptions(Loose):
-    include_usage: bool | None = False
+class StreamOptions(StrictModel):
+    include_usage: Flag = False
+    continuous_usage_stats: Flag = False
+    # accepted, without effect
+    include_obfuscation: Flag = None
 
 
-class JsonSchema(Strict):
+class JsonSchema(StrictModel):
     name: str = Field("answer", max_length=200)
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: Flag = None
 
 
-class ResponseFormat(Strict):
-    """The shape of the answer."""
+class ResponseFormat(StrictModel):
+    """Structured output: what the answer must match."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "ebnf", "lark"]
     json_schema: JsonSchema | None = None
@@ -63,52 +66,52 @@ class ResponseFormat(Strict):
     grammar: str | None = None
 
 
-class Function(Strict):
+class Function(StrictModel):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Flag = None
 
 
-class Tool(Strict):
+class Tool(StrictModel):
     type: Literal["function"]
     function: Function
 
 
-class Named(Loose):
+class FunctionName(OpenModel):
     name: str
 
 
-class ToolChoice(Loose):
+class ToolChoice(OpenModel):
     type: Literal["function"]
-    function: Named
+    function: FunctionName
 
 
-class Part(Loose):
+class ContentPart(OpenModel):
     type: str
     text: Text | None = None
 
 
-class CalledFunction(Loose):
+class CalledFunction(OpenModel):
     name: str
     arguments: Text
 
 
-class ToolCall(Loose):
+class ToolCall(OpenModel):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(Loose):
+class ChatMessage(OpenModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[Part] | None = None
+    content: Text | list[ContentPart] | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
-class Sampled(Strict):
-    """What both kinds of completions take."""
+class SamplingBody(StrictModel):
+    """The fields that chat and text completions share."""
 
     model: str | None = Field(None, max_length=500)
     stream: Flag = False
@@ -121,9 +124,9 @@ class Sampled(Strict):
     presence_penalty: float | None = Field(0.0, ge=-2, le=2)
     frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=1)
     response_format: ResponseFormat | None = None
-    # beyond OpenAI's
+    # not part of OpenAI's API
     top_k: int | None = Field(0, ge=-1)
     min_p: float | None = Field(0.0, ge=0, le=1)
     repetition_penalty: float | None = Field(1.0, gt=0, le=100)
@@ -133,8 +136,8 @@ class Sampled(Strict):
     prompt_logprobs: int | None = Field(None, ge=0)
     cache_salt: str | None = Field(None, max_length=500)
     priority: int | None = Field(0, ge=-(2**31), le=2**31)
-    outstride: Own | None = None
-    # taken and not used
+    outstride: DecodingOptions | None = None
+    # accepted, without effect
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: Flag = None
@@ -143,24 +146,24 @@ class Sampled(Strict):
     prompt_cache_key: str | None = None
 
 
-class ChatBody(Sampled):
+class ChatBody(SamplingBody):
     """/v1/chat/completions"""
 
-    messages: list[Message] = Field(min_length=1, max_length=10_000)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=10_000)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: Flag = False
     top_logprobs: int | None = Field(None, ge=0)
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: Flag = None
-    # taken and not used
+    # accepted, without effect
     reasoning_effort: str | None = None
     verbosity: str | None = None
     modalities: list[Literal["text"]] | None = None
     prediction: dict[str, Any] | None = None
 
 
-class CompletionBody(Sampled):
+class CompletionBody(SamplingBody):
     """/v1/completions"""
 
     prompt: (
@@ -169,25 +172,25 @@ class CompletionBody(Sampled):
         | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[list[TokenIds], Field(min_length=1)]
     )
-    max_tokens: int | None = Field(16, ge=0)
+    max_tokens: int | None = Field(16, ge=0, description="0 needs echo or prompt_logprobs")
     logprobs: int | None = Field(None, ge=0)
     echo: Flag = False
     best_of: int | None = None
     suffix: str | None = None
 
 
-class TokenizeBody(Strict):
-    """/tokenize: a text as it stands, or messages in the model's chat format."""
+class TokenizeBody(StrictModel):
+    """/tokenize: a text as it is, or messages in the model's chat format."""
 
     model: str | None = None
     prompt: Text | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=10_000)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=10_000)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: Flag = False
 
 
-class DetokenizeBody(Strict):
+class DetokenizeBody(StrictModel):
     """/detokenize"""
 
     model: str | None = None

@@ -1,9 +1,9 @@
-// What went wrong, in words that say what to do.
+// Error messages that say what to do, and plurals.
 
 export class Problem extends Error {
   constructor(message, { status = 0 } = {}) {
     super(message);
-    this.status = status; // 0: nobody answered, or not to the end
+    this.status = status; // 0: no answer, or not a whole one
   }
 }
 
@@ -12,28 +12,28 @@ export const UNREACHABLE =
 export const BROKEN =
   "The connection broke off in the middle of the answer. What has arrived stays; if the server has stopped, start it and race again.";
 
-/** What a response that is no success means. */
+/** The problem that an error response stands for. */
 export async function refusal(response) {
-  let said = "";
+  let message = "";
   try {
-    said = (await response.json()).error?.message ?? "";
+    message = (await response.json()).error?.message ?? "";
   } catch {
-    // Whoever answered, it was not the API: its status has to do.
+    // Not the API's answer: the status has to do.
   }
-  return explain(response.status, said, response.headers.get("retry-after"));
+  return explain(response.status, message, response.headers.get("retry-after"));
 }
 
-function explain(status, said, wait) {
+function explain(status, message, wait) {
   const options = { status };
-  if (status === 401) return new Problem("This server wants an API key. Enter it below.", options);
+  if (status === 401) return new Problem("This server needs an API key. Enter it below.", options);
   if (status === 429) {
     const when = wait ? `in ${count(Number(wait), "second")}` : "in a moment";
     return new Problem(`The server is busy: its queue is full. Try again ${when}.`, options);
   }
-  if (status === 408) return new Problem(`The server gave up: ${said || "the deadline passed"}.`, options);
-  if (status === 503) return new Problem(`The model is not ready. ${sentence(said)}`, options);
-  if (status >= 400 && status < 500) return new Problem(`The server refused this: ${sentence(said)}`, options);
-  return new Problem(`The server failed with status ${status}. ${sentence(said)}`, options);
+  if (status === 408) return new Problem(`The server gave up: ${message || "the deadline passed"}.`, options);
+  if (status === 503) return new Problem(`The model is not ready. ${sentence(message)}`, options);
+  if (status >= 400 && status < 500) return new Problem(`The server refused this: ${sentence(message)}`, options);
+  return new Problem(`The server failed with status ${status}. ${sentence(message)}`, options);
 }
 
 function sentence(text) {

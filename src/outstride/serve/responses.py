@@ -1,4 +1,4 @@
-"""From the engine's news to OpenAI's response objects: whole ones, and the chunks of a stream."""
+"""From the engine's outputs to OpenAI's response objects: whole ones, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -11,45 +11,52 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outstride.models.tokenizer import Tokenizer
-from outstride.serve import drawing, tools
-from outstride.serve.orders import Order
-from outstride.serve.wire import End, News
+from outstride.serve import pass_trace, tools
+from outstride.serve.ipc import EngineOutput, RequestEnd
+from outstride.serve.requests import ParsedRequest
 
 REASONS = {"stop": "stop", "length": "length"}
 
 
 def dumps(value: Any) -> str:
-    """Compact JSON. Halves of characters cannot be sent, so they are shown as replaced."""
+    """Compact JSON; encode it with errors="replace", because it may hold lone surrogates."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(slots=True)
-class Choice:
-    """One answer as it grows."""
+class ChoiceBuilder:
+    """One answer while it is generated."""
 
     index: int
     text: str = ""
-    rows: list[Any] = field(default_factory=list)
+    num_tokens: int = 0
+    logprobs: list[Any] = field(default_factory=list)
     trace: list[dict[str, Any]] = field(default_factory=list)
-    end: End | None = None
-    held: str = ""
-    """Text that may turn out to be a call of a tool."""
-    speaks: bool = False
-    """Whether it is certain that it is not."""
+    end: RequestEnd | None = None
+    held_text: str = ""
+    """Text that is not sent yet because it may turn out to be a tool call."""
+    is_text: bool = False
+    """Whether it is certain that the answer is no tool call."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     opened: bool = False
+    """Whether its first chunk has been made."""
     offset: int = 0
+    """Characters of the text that log-probabilities have been given for."""
 
 
-class Answer:
-    """Everything that is said about one request."""
+class ResponseBuilder:
+    """The response to one request, whole or in chunks."""
 
-    def __init__(self, order: Order, tokenizer: Tokenizer, model: str, fingerprint: str) -> None:
-        kind = "chat.completion" if order.chat else "text_completion"
-        prefix = "chatcmpl" if order.chat else "cmpl"
+    def __init__(
+        self, parsed: ParsedRequest, tokenizer: Tokenizer, model: str, fingerprint: str
+    ) -> None:
+        kind = "chat.completion" if parsed.chat else "text_completion"
+        prefix = "chatcmpl" if parsed.chat else "cmpl"
         self.id = f"{prefix}-{secrets.token_hex(12)}"
-        self.order = order
-        self.choices = [Choice(i) for i in range(len(order.jobs) * order.samples)]
+        self.parsed = parsed
+        self.choices = [
+            ChoiceBuilder(i) for i in range(len(parsed.engine_requests) * parsed.samples)
+        ]
         self.prompts: dict[int, list[Any]] = {}
         self._tokenizer = tokenizer
         self._head: dict[str, Any] = {
@@ -59,30 +66,37 @@ class Answer:
             "model": model,
             "system_fingerprint": fingerprint,
         }
-        chunk = {**self._head, "object": "chat.completion.chunk" if order.chat else kind}
+        chunk = {**self._head, "object": "chat.completion.chunk" if parsed.chat else kind}
         self._opening = dumps(chunk)[:-1] + ',"choices":[{"index":'
         self._chunk_head = chunk
-        self._spelled: dict[int, str] = {}
-        # Most chunks hold a piece of text and nothing else: what is the same in all is written once.
-        self._plain = not (order.trace or order.graphs or order.logprobs is not None or order.tools)
+        self._token_text: dict[int, str] = {}
+        # Most chunks hold some text and nothing else: what all of them share is serialized once.
+        self._text_only = not (
+            parsed.trace
+            or parsed.graphs
+            or parsed.logprobs is not None
+            or parsed.tools
+            or parsed.continuous_usage
+        )
 
-    # --- taking -------------------------------------------------------------------------------------
+    # --- outputs ------------------------------------------------------------------------------------
 
-    def take(self, place: int, news: News) -> Choice:
-        """Enters what a pass did for the job at a place."""
-        choice = self.choices[place * self.order.samples + news.sample]
-        if not self.order.silent:
-            choice.text += news.text
-        if news.rows:
-            choice.rows += news.rows
-        if news.trace:
-            choice.trace += [self._provenance(row) for row in news.trace]
-        if news.prompt is not None:
-            self.prompts[place] = news.prompt
-        if news.end is not None:
-            choice.end = news.end
-            if self.order.tools and (self.order.must_call or not choice.speaks):
-                choice.calls = tools.calls_of(choice.text, self.order.tools)
+    def add(self, place: int, output: EngineOutput) -> ChoiceBuilder:
+        """Adds an output of the engine request at `place` to its answer, and returns that."""
+        choice = self.choices[place * self.parsed.samples + output.sample]
+        if not self.parsed.prompt_only:
+            choice.text += output.text
+        choice.num_tokens = max(choice.num_tokens, output.num_tokens)
+        if output.logprobs:
+            choice.logprobs += output.logprobs
+        if output.trace:
+            choice.trace += [self._provenance(row) for row in output.trace]
+        if output.prompt_logprobs is not None:
+            self.prompts[place] = output.prompt_logprobs
+        if output.end is not None:
+            choice.end = output.end
+            if self.parsed.tools and (self.parsed.must_call or not choice.is_text):
+                choice.calls = tools.calls_of(choice.text, self.parsed.tools)
         return choice
 
     def _provenance(self, row: tuple[int, int, str, str]) -> dict[str, Any]:
@@ -102,49 +116,49 @@ class Answer:
         choices = [self._choice(choice) for choice in self.choices]
         return {**self._head, "choices": choices, "usage": self.usage()}
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: ChoiceBuilder) -> dict[str, Any]:
         value: dict[str, Any] = {"index": choice.index}
-        if self.order.chat:
+        if self.parsed.chat:
             message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
             if choice.calls:
                 message |= {"content": None, "tool_calls": choice.calls}
             value["message"] = message
         else:
             value["text"] = self._echo(choice) + choice.text
-        value["logprobs"] = self._logprobs(choice, choice.rows, first=True)
+        value["logprobs"] = self._logprobs(choice, choice.logprobs, first=True)
         value["finish_reason"] = self._reason(choice)
-        place = choice.index // self.order.samples
-        if self.order.prompt_logprobs is not None:
+        place = choice.index // self.parsed.samples
+        if self.parsed.prompt_logprobs is not None:
             value["prompt_logprobs"] = self._about_prompt(place)
-        if self.order.trace:
+        if self.parsed.trace:
             value["outstride"] = {"trace": choice.trace}
         return value
 
-    def _reason(self, choice: Choice) -> str | None:
+    def _reason(self, choice: ChoiceBuilder) -> str | None:
         if choice.end is None:
             return None
         if choice.calls and choice.end.reason == "stop":
             return "tool_calls"
         return REASONS.get(choice.end.reason, "stop")
 
-    def _echo(self, choice: Choice) -> str:
-        echo = self.order.echo
-        return "" if echo is None else echo[choice.index // self.order.samples]
+    def _echo(self, choice: ChoiceBuilder) -> str:
+        echo = self.parsed.echo
+        return "" if echo is None else echo[choice.index // self.parsed.samples]
 
     # --- chunks -------------------------------------------------------------------------------------
 
-    def chunks(self, choice: Choice, news: News) -> Iterator[str]:
+    def chunks(self, choice: ChoiceBuilder, output: EngineOutput) -> Iterator[str]:
         """What one pass adds to a stream: one chunk, or none."""
-        text = "" if self.order.silent else news.text
-        if self._plain and self.order.chat and news.end is None and choice.opened:
+        text = "" if self.parsed.prompt_only else output.text
+        if self._text_only and self.parsed.chat and output.end is None and choice.opened:
             if text:
                 delta = f'{choice.index},"delta":{{"content":{json.dumps(text)}}}'
                 yield f'{self._opening}{delta},"finish_reason":null}}]}}'
             return
-        if self.order.tools:
+        if self.parsed.tools:
             text = self._released(choice, text)
         value: dict[str, Any] = {"index": choice.index}
-        if self.order.chat:
+        if self.parsed.chat:
             fresh: dict[str, Any] = {} if choice.opened else {"role": "assistant"}
             if text or not (choice.opened or choice.calls):
                 fresh["content"] = text
@@ -153,51 +167,66 @@ class Answer:
             value["delta"] = fresh
         else:
             value["text"] = text if choice.opened else self._echo(choice) + text
-        value["logprobs"] = self._logprobs(choice, news.rows or [], first=not choice.opened)
+        value["logprobs"] = self._logprobs(choice, output.logprobs or [], first=not choice.opened)
         value["finish_reason"] = self._reason(choice)
-        if self.order.trace or self.order.graphs:
-            value["outstride"] = self._own(news)
-        if news.end is not None and self.order.prompt_logprobs is not None:
-            value["prompt_logprobs"] = self._about_prompt(choice.index // self.order.samples)
-        silent = not (text or news.end or news.rows or news.trace or news.drawing)
-        if silent:
+        if self.parsed.trace or self.parsed.graphs:
+            value["outstride"] = self._own(output)
+        if output.end is not None and self.parsed.prompt_logprobs is not None:
+            value["prompt_logprobs"] = self._about_prompt(choice.index // self.parsed.samples)
+        empty = not (text or output.end or output.logprobs or output.trace or output.pass_trace)
+        if empty:
             return
         choice.opened = True
-        yield dumps({**self._chunk_head, "choices": [value]})
+        chunk = {**self._chunk_head, "choices": [value]}
+        if self.parsed.continuous_usage:
+            chunk["usage"] = self._tokens_so_far()
+        yield dumps(chunk)
 
-    def _own(self, news: News) -> dict[str, Any]:
-        """Where a pass's tokens came from, and what it looked like."""
+    def _tokens_so_far(self) -> dict[str, int]:
+        """The usage that chunks have while answers grow: tokens of all answers of the request."""
+        prompt = sum(len(request.tokens) for request in self.parsed.engine_requests)
+        done = 0 if self.parsed.prompt_only else sum(c.num_tokens for c in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": done,
+            "total_tokens": prompt + done,
+        }
+
+    def _own(self, output: EngineOutput) -> dict[str, Any]:
+        """Which drafter the tokens came from, and what the pass proposed."""
         value: dict[str, Any] = {}
-        if self.order.trace:
-            value["trace"] = [self._provenance(row) for row in news.trace or ()]
-        if self.order.graphs and news.drawing is not None:
-            value["pass"] = drawing.told(news.drawing, self._shown, self._tokenizer.vocab_size)
+        if self.parsed.trace:
+            value["trace"] = [self._provenance(row) for row in output.trace or ()]
+        if self.parsed.graphs and output.pass_trace is not None:
+            value["pass"] = pass_trace.to_json(
+                output.pass_trace, self._shown, self._tokenizer.vocab_size
+            )
         return value
 
-    def _released(self, choice: Choice, text: str) -> str:
-        """Text of an answer that may be a call is held back until that is decided."""
-        choice.held += text
+    def _released(self, choice: ChoiceBuilder, text: str) -> str:
+        """The text to send now: text that may become a tool call is held back until that is decided."""
+        choice.held_text += text
         if choice.calls:
             return ""
-        undecided = self.order.must_call or tools.may_become_call(choice.held)
-        if undecided and not choice.speaks and choice.end is None:
+        undecided = self.parsed.must_call or tools.may_become_call(choice.held_text)
+        if undecided and not choice.is_text and choice.end is None:
             return ""
-        choice.speaks = True
-        text, choice.held = choice.held, ""
+        choice.is_text = True
+        text, choice.held_text = choice.held_text, ""
         return text
 
-    def last_chunk(self) -> str:
-        """The chunk with the usage."""
+    def usage_chunk(self) -> str:
+        """The last chunk, with the usage."""
         return dumps({**self._chunk_head, "choices": [], "usage": self.usage()})
 
-    # --- figures ------------------------------------------------------------------------------------
+    # --- usage --------------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, Any]:
-        """Tokens, and what they cost."""
-        order = self.order
+        """Tokens, passes, drafts and the time saved."""
+        parsed = self.parsed
         ends = [choice.end for choice in self.choices if choice.end is not None]
-        prompt = sum(len(job.tokens) for job in order.jobs)
-        done = 0 if order.silent else sum(len(end.tokens) for end in ends)
+        prompt = sum(len(request.tokens) for request in parsed.engine_requests)
+        done = 0 if parsed.prompt_only else sum(len(end.tokens) for end in ends)
         total: Counter[str] = Counter()
         sources: Counter[str] = Counter()
         for end in ends:
@@ -211,7 +240,7 @@ class Answer:
             "total_tokens": prompt + done,
             "prompt_tokens_details": {"cached_tokens": total["reused"]},
             "outstride": {
-                "method": order.jobs[0].method,
+                "method": parsed.engine_requests[0].method,
                 "passes": passes,
                 "prompt_passes": total["prompt_passes"],
                 "other_passes": total["other_passes"],
@@ -233,34 +262,36 @@ class Answer:
     # --- log-probabilities --------------------------------------------------------------------------
 
     def _shown(self, token: int) -> str:
-        """A token as text; parts of characters, which are none, as their bytes."""
-        found = self._spelled.get(token)
+        """A token as text; one that is not whole characters as its bytes."""
+        found = self._token_text.get(token)
         if found is None:
             data = self._tokenizer.token_bytes(token)
             try:
                 found = data.decode()
             except UnicodeDecodeError:
                 found = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-            self._spelled[token] = found
+            self._token_text[token] = found
         return found
 
-    def _logprobs(self, choice: Choice, rows: Sequence[Any], *, first: bool) -> Any:
-        if self.order.logprobs is None:
+    def _logprobs(self, choice: ChoiceBuilder, rows: Sequence[Any], *, first: bool) -> Any:
+        if self.parsed.logprobs is None:
             return None
-        if self.order.chat:
+        if self.parsed.chat:
             if choice.end is not None and choice.end.reason == "stop" and rows and rows[-1]:
-                said = rows[-1][0][0] not in self._tokenizer.eos_ids
-                rows = rows if said else rows[:-1]  # the mark of the end is no part of the answer
+                visible = rows[-1][0][0] not in self._tokenizer.eos_ids
+                rows = (
+                    rows if visible else rows[:-1]
+                )  # the end-of-text token is no part of the answer
             found = [self._chat_row(row) for row in rows if row is not None]
             return {"content": found, "refusal": None}
-        rows = [] if self.order.silent else list(rows)
-        place = choice.index // self.order.samples
-        if first and self.order.echo is not None:
-            job = self.order.jobs[place]
-            about = self.prompts.get(place) or [None] * len(job.tokens)
+        rows = [] if self.parsed.prompt_only else list(rows)
+        place = choice.index // self.parsed.samples
+        if first and self.parsed.echo is not None:
+            request = self.parsed.engine_requests[place]
+            about = self.prompts.get(place) or [None] * len(request.tokens)
             known = [
                 row if row is not None else ((token, None),)
-                for row, token in zip(about, job.tokens, strict=True)
+                for row, token in zip(about, request.tokens, strict=True)
             ]
             rows = known + rows
         return self._completion_rows(choice, rows)
@@ -269,14 +300,14 @@ class Answer:
         (token, value), *top = row
         return {
             **self._entry(token, value),
-            "top_logprobs": [self._entry(t, v) for t, v in top[: self.order.logprobs or 0]],
+            "top_logprobs": [self._entry(t, v) for t, v in top[: self.parsed.logprobs or 0]],
         }
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token)
         return {"token": self._shown(token), "logprob": value, "bytes": list(data)}
 
-    def _completion_rows(self, choice: Choice, rows: Sequence[Any]) -> dict[str, Any]:
+    def _completion_rows(self, choice: ChoiceBuilder, rows: Sequence[Any]) -> dict[str, Any]:
         value: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
@@ -290,7 +321,7 @@ class Answer:
             shown = self._shown(token)
             value["tokens"].append(shown)
             value["token_logprobs"].append(own)
-            best = {self._shown(t): v for t, v in top[: self.order.logprobs or 0]}
+            best = {self._shown(t): v for t, v in top[: self.parsed.logprobs or 0]}
             value["top_logprobs"].append(None if own is None else {**best, shown: own})
             value["text_offset"].append(choice.offset)
             choice.offset += len(shown)

@@ -1,4 +1,4 @@
-"""What stands before every route: keys, the size of bodies, safe headers, and the log."""
+"""Middleware around every route: API keys, the size of bodies, security headers, and the log."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outstride.serve.answers import dumps
 from outstride.serve.metrics import Metrics
-from outstride.serve.settings import PAGE_FILES, Refusal, ServeSettings
+from outstride.serve.responses import dumps
+from outstride.serve.settings import PAGE_FILES, APIError, ServeSettings
 
 OPEN = frozenset({"/health"})
 QUIET = frozenset({"/health", "/ready", "/metrics"})
-"""Asked for all the time: counted, not logged."""
+"""Polled all the time: counted, not logged."""
 PAGES = frozenset({"/", *(f"/{name}" for name in PAGE_FILES)})
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -26,14 +26,14 @@ CSP = (
 )
 
 
-class Gate:
-    """An ASGI application around another."""
+class AccessMiddleware:
+    """An ASGI application around another: checks keys and body sizes, and logs requests."""
 
     def __init__(self, inner: ASGIApp, settings: ServeSettings, metrics: Metrics) -> None:
         self._inner = inner
         self._settings = settings
         self._metrics = metrics
-        # Digests have one length, so comparing them tells nothing of a key, not even how long it is.
+        # Digests have one length, so comparing them reveals nothing about a key, not even its length.
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,37 +41,39 @@ class Gate:
             await self._inner(scope, receive, send)
             return
         started, status = time.monotonic(), 0
-        about: dict[str, Any] = {}
-        scope["outstride"] = about
+        fields: dict[str, Any] = {}
+        scope["outstride"] = fields
 
-        async def noting(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._harden(scope["path"], message)
+                self._add_security_headers(scope["path"], message)
             await send(message)
 
         try:
-            about["tenant"] = self._tenant(scope)
-            await self._inner(scope, self._bounded(scope, receive), noting)
-        except Refusal as refusal:
+            fields["tenant"] = self._tenant(scope)
+            await self._inner(scope, self._bounded(scope, receive), send_with_headers)
+        except APIError as refusal:
             if not status:
-                await refuse(refusal, noting)
+                await refuse(refusal, send_with_headers)
         finally:
-            self._note(scope, about.get("status", status), started, about)
+            self._log(scope, fields.get("status", status), started, fields)
 
     def _tenant(self, scope: Scope) -> str:
-        """Who is asking, as a salt that keeps keys apart; raises if nobody with a key."""
+        """A cache salt per API key, so that tenants share nothing; raises if the key is wrong."""
         if not self._keys or scope["path"] in OPEN:
             return ""
         given = _credential(scope["headers"])
         digest = hashlib.sha256(given.encode()).digest()
-        known = [hmac.compare_digest(digest, key) for key in self._keys]  # all of them, always
+        known = [
+            hmac.compare_digest(digest, key) for key in self._keys
+        ]  # compares with all of them, always
         if not any(known):
             scheme = "Basic" if scope["path"] in PAGES else "Bearer"
-            raise Refusal(
+            raise APIError(
                 401,
-                "this server wants an API key: send the header 'Authorization: Bearer KEY'",
+                "this server needs an API key: send the header 'Authorization: Bearer KEY'",
                 kind="authentication_error",
                 code="invalid_api_key",
                 headers={"www-authenticate": f'{scheme} realm="outstride"'},
@@ -79,34 +81,36 @@ class Gate:
         return f"{digest.hex()[:16]} " if len(self._keys) > 1 else ""
 
     def _bounded(self, scope: Scope, receive: Receive) -> Receive:
-        """The body, refused as soon as it is known to be too long."""
-        most, read = self._settings.bounds.body_bytes, 0
-        refusal = Refusal(413, f"a body may have {most} bytes", code="body_too_large")
+        """The body; raises as soon as it is known to be too long."""
+        limit, read = self._settings.bounds.body_bytes, 0
+        refusal = APIError(
+            413, f"the body is too long: the limit is {limit} bytes", code="body_too_large"
+        )
         for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value) > most:
+            if name == b"content-length" and value.isdigit() and int(value) > limit:
                 raise refusal
 
         async def bounded() -> Message:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            if read > most:
+            if read > limit:
                 raise refusal
             return message
 
         return bounded
 
     @staticmethod
-    def _harden(path: str, message: Message) -> None:
+    def _add_security_headers(path: str, message: Message) -> None:
         headers = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
         headers.append((b"referrer-policy", b"no-referrer"))
         if path in PAGES:
             headers.append((b"content-security-policy", CSP.encode()))
         message["headers"] = headers
 
-    def _note(self, scope: Scope, status: int, started: float, about: dict[str, Any]) -> None:
+    def _log(self, scope: Scope, status: int, started: float, fields: dict[str, Any]) -> None:
         route = getattr(scope.get("route"), "path", None) or "other"
-        self._metrics.requests.labels(route, str(status)).inc()
+        self._metrics.http_requests.labels(route, str(status)).inc()
         if self._settings.log and route not in QUIET:
             line = {
                 "time": round(time.time(), 3),
@@ -115,12 +119,12 @@ class Gate:
                 "status": status,
                 "seconds": round(time.monotonic() - started, 4),
             }
-            about.pop("tenant", None)
-            self._metrics.line(line | about)
+            fields.pop("tenant", None)
+            self._metrics.log_request(line | fields)
 
 
 def _credential(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """A bearer token, or the password that a browser asks for."""
+    """A bearer token, or the password of basic authentication, which browsers ask the user for."""
     for name, value in headers:
         if name != b"authorization":
             continue
@@ -135,7 +139,7 @@ def _credential(headers: Iterable[tuple[bytes, bytes]]) -> str:
     return ""
 
 
-async def refuse(refusal: Refusal, send: Send) -> None:
+async def refuse(refusal: APIError, send: Send) -> None:
     """Answers with an error."""
     body = dumps(refusal.body()).encode("utf-8", "replace")
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
