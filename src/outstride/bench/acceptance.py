@@ -1,13 +1,15 @@
-"""Acceptance: the best that any rule could do with a draft distribution, and what each rule does.
+"""Acceptance rates: the best that any rule can reach with a draft distribution, and what each rule
+reaches.
 
-A rule that keeps the target's distribution p takes one of k candidates or none. How often can it take
-one? Candidates flow to tokens, at most p of each, and by the theorem of flows and cuts the answer is
+A rule that keeps the target's distribution p accepts one of k candidates or none. The largest
+possible acceptance rate is a maximum flow from candidates to tokens, at most p of each. By max-flow
+min-cut it is
 
-    1 + min over sets H of tokens of  p(H) - Q(H),      Q(H): the chance that all candidates lie in H.
+    1 + min over sets H of tokens of  p(H) - Q(H),      Q(H): probability that all candidates lie in H.
 
-For candidates of one distribution q, drawn with or without replacement, the best H holds the tokens
-with the largest q/p (Hu et al., Towards Optimal Multi-draft Speculative Decoding, 2025), so it is
-found among as many sets as there are tokens.
+For candidates of one distribution q, sampled with or without replacement, the best H holds the
+tokens with the largest q/p (Hu et al., Towards Optimal Multi-draft Speculative Decoding, 2025), so
+only one set per token has to be tried.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outstride.accept.rules import Rows, in_turn, threshold
+from outstride.accept.rejection_sampling import Rows, in_turn, threshold
 from outstride.errors import InvalidParams
 
 Row = npt.NDArray[np.float64]
@@ -34,18 +36,19 @@ RULES = (
     "single rejection",
     "shared noise (draft)",
 )
-"""In the order of the table: each optimum, then the rules that it bounds."""
+"""Order of the table: each optimum, then the rules that it bounds."""
 
 
 # --- the optimum ----------------------------------------------------------------------------------
 
 
 def inside(q: Row, order: npt.NDArray[np.int64], count: int, *, again: bool) -> Row:
-    """The chance that all candidates lie among the first i tokens of an order, for i from 0 on.
+    """Probability that all candidates lie among the first i tokens of an order, for i from 0 on.
 
-    Without replacement, tokens arrive at exponential times with rates q; all candidates lie inside
-    if `count` tokens of the set arrive before the first one outside. The integral over that time is
-    taken on a grid of its logarithm, where it is smooth and vanishes at both ends.
+    Without replacement, tokens arrive at exponential times with rates q. All candidates lie inside
+    if `count` tokens of the set arrive before the first token outside it. The integral over that
+    time is taken on a grid of its logarithm, where the integrand is smooth and vanishes at both
+    ends.
     """
     mass = np.concatenate([[0.0], np.cumsum(q[order])])
     if again or count == 1:
@@ -70,7 +73,7 @@ def inside(q: Row, order: npt.NDArray[np.int64], count: int, *, again: bool) -> 
 
 
 def optimum(p: Row, q: Row, count: int, *, again: bool) -> float:
-    """The largest chance that a rule which keeps p takes one of `count` candidates drawn from q."""
+    """Largest acceptance rate of a rule that keeps p, with `count` candidates sampled from q."""
     count = count if again else min(count, int((q > 0).sum()))
     with np.errstate(divide="ignore", invalid="ignore"):
         order = np.argsort(-np.where(q > 0, q / p, 0.0), kind="stable")
@@ -82,12 +85,15 @@ def optimum(p: Row, q: Row, count: int, *, again: bool) -> float:
 
 
 def single(p: Row, q: Row) -> float:
-    """The classic rule with one candidate."""
+    """Rejection sampling with one candidate."""
     return float(np.minimum(p, q).sum())
 
 
 def one_by_one(p: Row, q: Row, count: int) -> float:
-    """The classic rule, independent candidates in turn: what a refusal leaves does not depend on it."""
+    """Rejection sampling over independent candidates in turn (MCSD).
+
+    After a rejection the residual does not depend on which candidate was rejected.
+    """
     refused = 1.0
     for _ in range(count):
         refused *= 1.0 - single(p, q)
@@ -99,13 +105,13 @@ def one_by_one(p: Row, q: Row, count: int) -> float:
 
 
 def selected(p: Row, q: Row, count: int) -> float:
-    """SpecTr's rule."""
+    """The K-SEQ rule of SpecTr."""
     factor = threshold(p[None], q[None], count)
     return float(1.0 - (1.0 - np.minimum(q, p / factor[0]).sum()) ** count)
 
 
 def recursive(p: Row, q: Row, count: int, trials: int, rng: np.random.Generator) -> float:
-    """The classic rule, candidates without replacement in turn; estimated."""
+    """Rejection sampling over candidates without replacement, in turn (RSD); a Monte Carlo estimate."""
     count = min(count, int((q > 0).sum()))
     many_p, many_q = np.broadcast_to(p, (trials, len(p))), np.broadcast_to(q, (trials, len(q)))
     tokens = _leaders(q, rng.gumbel(size=(trials, len(q))), count)
@@ -114,13 +120,15 @@ def recursive(p: Row, q: Row, count: int, trials: int, rng: np.random.Generator)
 
 
 def shared(p: Row, q: Row, count: int, trials: int, rng: np.random.Generator) -> float:
-    """Equality under shared noise: the target's token is among the draft model's best; estimated."""
+    """Exact match under shared Gumbel noise: the target's token is among the draft model's top-k; an
+    estimate.
+    """
     noise = rng.gumbel(size=(trials, len(p)))
     return float((_leaders(q, noise, count) == _leaders(p, noise, 1)).any(axis=1).mean())
 
 
 def _leaders(row: Row, noise: Rows, count: int) -> npt.NDArray[np.int64]:
-    """The tokens with the largest sums of log-probability and noise, best first."""
+    """Tokens with the largest sums of log-probability and noise, best first."""
     with np.errstate(divide="ignore"):
         return np.argsort(-(np.log(row) + noise), axis=1)[:, :count]
 
@@ -130,10 +138,10 @@ def _leaders(row: Row, noise: Rows, count: int) -> npt.NDArray[np.int64]:
 
 @dataclass(slots=True)
 class AcceptanceCase:
-    """Means over several pairs of distributions."""
+    """Mean rates over several pairs of distributions."""
 
     noise: float
-    """How far the draft model's logits are from the target's."""
+    """Standard deviation of the noise that makes the draft model's logits from the target's."""
     candidates: int
     overlap: float
     rates: dict[str, float]
@@ -158,7 +166,7 @@ class AcceptanceReport:
         return [case.to_dict() for case in self.cases]
 
     def summary(self) -> dict[str, Any]:
-        """How far each rule falls short of the best with its own kind of draft, at the most."""
+        """The largest distance of each rule from the optimum with the same kind of candidates."""
         bounds = {
             "recursive (rsd)": "optimum without replacement",
             "k-seq (spectr)": "optimum independent",
@@ -168,13 +176,17 @@ class AcceptanceReport:
             rule: max((case.rates[bound] - case.rates[rule] for case in self.cases), default=0.0)
             for rule, bound in bounds.items()
         }
-        return {"falls short by at most": {rule: round(gap, 4) for rule, gap in short.items()}}
+        return {
+            "falls short by at most": {
+                rule: round(shortfall, 4) for rule, shortfall in short.items()
+            }
+        }
 
 
 def distributions(
     size: int, spread: float, noise: float, rng: np.random.Generator
 ) -> tuple[Row, Row]:
-    """A target and a draft model: normal logits, and the same logits disturbed."""
+    """A target and a draft distribution: normal logits, and the same logits with noise."""
     logits = spread * rng.standard_normal(size)
     both = []
     for x in (logits, logits + noise * rng.standard_normal(size)):
@@ -194,9 +206,12 @@ def measure(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> AcceptanceReport:
-    """Every rule for every quality of draft and number of candidates."""
+    """Measures every rule for every noise level and number of candidates."""
     if min([*candidates, pairs, trials], default=0) < 1 or not noises or size < max(candidates):
-        raise InvalidParams("needs noises, candidates, pairs and trials, and a vocabulary as large")
+        raise InvalidParams(
+            "needs noises, candidates, pairs and trials of 1 or more, and a vocabulary of at least "
+            "as many tokens as candidates"
+        )
     report, done = AcceptanceReport(), 0
     for noise in noises:
         rng = np.random.default_rng(seed)

@@ -1,7 +1,7 @@
-"""The one clock: how durations are taken and summed up, so that all figures compare.
+"""The clock of all benchmarks: how durations are measured and summarized.
 
-A figure is the median of several runs after warm-ups. What is compared is run in turns: a machine
-that slows down for a second then slows all cases alike, instead of one of them.
+A figure is the median of several runs after warm-ups. Cases that are compared run in turns: a
+machine that is slow for a second then slows all cases, not one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 Case = Callable[[], AbstractContextManager[Callable[[], object]]]
-"""Prepares a run on entry, hands out the call to be timed, and tidies up on exit."""
+"""Prepares a run on entry, yields the call to time, and cleans up on exit."""
 
 now = time.perf_counter
 
@@ -40,7 +40,7 @@ class Series:
 
     @property
     def spread(self) -> float:
-        """How wide the middle half of the durations is; if small, the median can be trusted."""
+        """Interquartile range of the durations; if it is small, the median can be trusted."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = quantiles(self.seconds, n=4, method="inclusive")
@@ -52,7 +52,7 @@ class Series:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Seconds that a call takes."""
     start = now()
     call()
     return now() - start
@@ -68,7 +68,7 @@ def in_turns(
 ) -> dict[K, Series]:
     """Runs all cases in turns; warm-ups (compilation, caches, page faults) are not counted.
 
-    `into` is filled as durations come, so that whoever is interrupted has those that were taken.
+    `into` is filled as durations are measured, so that an interrupted run keeps them.
     """
     found = {} if into is None else into
     found |= {name: Series() for name in cases}
@@ -84,6 +84,6 @@ def in_turns(
 
 
 def mean(values: Iterable[float]) -> float:
-    """The plain average, 0 for nothing."""
+    """The arithmetic mean, 0 for no values."""
     listed = list(values)
     return sum(listed) / len(listed) if listed else 0.0

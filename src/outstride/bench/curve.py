@@ -1,4 +1,4 @@
-"""The cost curve as a setting: with the same one, `auto` drafts the same on every machine."""
+"""A fixed cost curve: with the same curve, `auto` drafts the same on every machine."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outstride.bench import result as results
-from outstride.engine.cost import Cost
 from outstride.errors import InvalidParams
+from outstride.policy.cost_model import CostModel
 
 if TYPE_CHECKING:
     from outstride.llm import LLM
 
 
 def read(text: str) -> dict[int, float]:
-    """Seconds by nodes, from `1=6,8=10` (milliseconds) or from a result file that has a curve."""
+    """Seconds by nodes, from `1=6,8=10` (milliseconds) or from a result file that has a cost curve."""
     if Path(text).suffix == ".json":
         found = results.read(text).settings.get("cost") or {}
         curve = {int(nodes): float(seconds) for nodes, seconds in found.items()}
@@ -28,18 +28,18 @@ def read(text: str) -> dict[int, float]:
                 f"{text!r}"
             ) from None
     try:
-        Cost(curve)
+        CostModel(curve)
     except ValueError as error:
         raise InvalidParams(f"{text}: {error}") from None
     return curve
 
 
 def freeze(llm: LLM, curve: dict[int, float]) -> None:
-    """Gives an engine this curve for good."""
-    llm.engine.scheduler.cost = Cost(curve, frozen=True)
+    """Sets an engine's cost curve; it is not measured any more."""
+    llm.engine.cost = CostModel(curve, frozen=True)
 
 
 def of(llm: LLM) -> dict[str, float]:
-    """The curve that an engine has by now; empty if nobody has asked for one."""
-    cost = llm.engine.scheduler.cost
+    """The engine's cost curve; empty if no method has needed one."""
+    cost = llm.engine.cost
     return {} if cost is None else {str(n): round(s, 6) for n, s in cost.knots.items()}

@@ -1,7 +1,7 @@
-"""How close a weights format stays to fp32: both read the same texts, token by token as given.
+"""How close a weights format stays to fp32: both score the same texts with teacher forcing.
 
-The fp32 reference goes first and leaves its logits in a temporary file; the other format reads the
-file back row by row. So only one model is in memory at a time, and only a chunk of logits.
+The fp32 reference runs first and writes its logits to a temporary file; the other format reads the
+file back row by row. So only one model is in memory at a time, and only one chunk of logits.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ import numpy as np
 import numpy.typing as npt
 
 from outstride.bench.prompts import BenchPrompt, built_in, read_prompts, spread
-from outstride.core.contracts import Work
+from outstride.core.contracts import PassInput
 from outstride.core.graph import FloatArray, chain
 from outstride.core.proposal import TARGET, Proposal, Wants
-from outstride.core.sequence import Table
-from outstride.engine.passes import Passes
+from outstride.core.sequence import BlockTable
+from outstride.engine.model_runner import ModelRunner
 from outstride.errors import InvalidParams, InvalidPrompt, OutOfMemory
 
 CHUNK = 128
-"""Tokens per pass: the logits of so many exist at once."""
-MOST_KL = 0.006
-MOST_LOSS = 0.005
+"""Tokens per pass, and rows of logits in memory at once."""
+MAX_KL = 0.006
+MAX_LOSS_DIFFERENCE = 0.005
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """A text to be read as it stands."""
+class FidelityText:
+    """A text to score."""
 
     id: str
     text: str
 
 
-def texts_of(path: str | Path | None, limit: int | None = None) -> list[Text]:
+def texts_of(path: str | Path | None, limit: int | None = None) -> list[FidelityText]:
     """Texts of a file (GSM8K: question and answer; else its prompts), or the built-in prompts."""
     if limit is not None and limit < 1:
         raise InvalidParams("limit must be at least 1")
     prompts = built_in() if path is None else read_prompts(path)
     answers = {} if path is None else _answers(Path(path), prompts)
     return [
-        Text(p.id, f"{p.text}\n{answers[p.id]}" if p.id in answers else p.text)
+        FidelityText(p.id, f"{p.text}\n{answers[p.id]}" if p.id in answers else p.text)
         for p in spread(prompts, limit)
     ]
 
 
 def _answers(path: Path, prompts: Sequence[BenchPrompt]) -> dict[str, str]:
-    """Answers that stand beside questions."""
+    """Answers of a .jsonl file, by the id of their question."""
     if path.suffixes[-1:] != [".jsonl"]:
         return {}
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
@@ -63,10 +63,10 @@ def _answers(path: Path, prompts: Sequence[BenchPrompt]) -> dict[str, str]:
     return {p.id: r["answer"] for p, r in pairs if isinstance(r.get("answer"), str)}
 
 
-def logits_of(passes: Passes, tokens: Sequence[int]) -> Iterator[FloatArray]:
-    """Raw logits behind every token but the last, a chunk of rows at a time."""
-    model, pool, table = passes.models[TARGET], passes.pools[TARGET], Table()
-    if passes.visions[TARGET].block is not None:
+def logits_of(passes: ModelRunner, tokens: Sequence[int]) -> Iterator[FloatArray]:
+    """Raw logits for the token after each token but the last, a chunk of rows at a time."""
+    model, pool, table = passes.models[TARGET], passes.pools[TARGET], BlockTable()
+    if passes.patterns[TARGET].block is not None:
         raise InvalidParams("fidelity is measured on causal models")
     if len(tokens) > model.context:
         raise InvalidPrompt(f"a text of {len(tokens)} tokens; the context holds {model.context}")
@@ -76,11 +76,13 @@ def logits_of(passes: Passes, tokens: Sequence[int]) -> Iterator[FloatArray]:
             part = read[start : start + CHUNK]
             moves = pool.reserve(table, len(part))
             if moves is None:
-                raise OutOfMemory(f"the cache has no room for {len(tokens)} tokens")
+                raise OutOfMemory(f"the KV cache has too few pages for {len(tokens)} tokens")
             passes.move(TARGET, moves)
             wants = Wants(nodes=tuple(range(len(part))), logits=True)
             proposal = Proposal(chain(part, start), given=len(part), wants=wants)
-            [scores] = model.forward([Work(proposal, table, pool.slots(table, len(part)))]).wait()
+            [scores] = model.forward(
+                [PassInput(proposal, table, pool.slots(table, len(part)))]
+            ).wait()
             assert scores.logits is not None
             kept = pool.commit(table, proposal.graph.positions, range(len(part)))
             passes.move(TARGET, kept)
@@ -99,7 +101,7 @@ def log_softmax(rows: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
 
 @dataclass(slots=True)
 class FidelityCase:
-    """What one text showed, as sums over its tokens."""
+    """Sums over the tokens of one text."""
 
     id: str
     tokens: int = 0
@@ -122,7 +124,7 @@ class FidelityCase:
 
 @dataclass(slots=True)
 class FidelityReport:
-    """All texts; every token counts alike."""
+    """All texts; every token has the same weight."""
 
     cases: list[FidelityCase] = field(default_factory=list)
 
@@ -136,12 +138,12 @@ class FidelityReport:
 
     @property
     def kl(self) -> float:
-        """Mean divergence of the format's distribution from the reference's, in nats."""
+        """Mean KL divergence of the format's distribution from the reference's, in nats."""
         return self._mean("divergence")
 
     @property
     def same(self) -> float:
-        """How often both put the same token first."""
+        """How often both have the same top token."""
         return self._mean("same")
 
     @property
@@ -154,8 +156,8 @@ class FidelityReport:
 
     @property
     def met(self) -> bool:
-        """Whether the project's bounds hold. Figures that are not numbers hold nothing."""
-        return self.kl <= MOST_KL and abs(self.loss - self.reference_loss) <= MOST_LOSS
+        """Whether the project's bounds hold. NaN meets no bound."""
+        return self.kl <= MAX_KL and abs(self.loss - self.reference_loss) <= MAX_LOSS_DIFFERENCE
 
     def samples(self) -> list[dict[str, Any]]:
         return [case.to_dict() for case in self.cases]
@@ -172,15 +174,15 @@ class FidelityReport:
             name: round(value, 6) if math.isfinite(value) else None
             for name, value in values.items()
         }
-        bounds = {"kl": MOST_KL, "loss": MOST_LOSS}
+        bounds = {"kl": MAX_KL, "loss": MAX_LOSS_DIFFERENCE}
         return {"tokens": self.tokens, **found, "bounds": bounds, "met": self.met}
 
 
 class Fidelity:
-    """The reference's logits on some texts, to compare others with."""
+    """The reference's logits on some texts, to compare other formats with."""
 
     def __init__(self, texts: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """`texts`: names and tokens. A text of one token has nothing to predict."""
+        """`texts`: names and tokens. A text of one token has nothing to predict and is dropped."""
         self._texts = [(name, list(tokens)) for name, tokens in texts if len(tokens) > 1]
         if not self._texts:
             raise InvalidPrompt("there is no text of two tokens or more")
@@ -189,11 +191,11 @@ class Fidelity:
 
     @property
     def steps(self) -> int:
-        """Passes that one model takes."""
+        """Number of passes of one model."""
         return sum(-(-(len(tokens) - 1) // CHUNK) for _, tokens in self._texts)
 
-    def record(self, passes: Passes, progress: Progress | None = None) -> None:
-        """Reads all texts with the reference. The engine that owns `passes` must be idle."""
+    def record(self, passes: ModelRunner, progress: Progress | None = None) -> None:
+        """Scores all texts with the reference. The engine that owns `passes` must be idle."""
         self._file.seek(0)
         done = 0
         for _, tokens in self._texts:
@@ -205,8 +207,8 @@ class Fidelity:
                     progress(done, 2 * self.steps)
         self._file.flush()
 
-    def compare(self, passes: Passes, progress: Progress | None = None) -> FidelityReport:
-        """Reads all texts with another model and compares row by row."""
+    def compare(self, passes: ModelRunner, progress: Progress | None = None) -> FidelityReport:
+        """Scores all texts with another model and compares row by row."""
         if not self._width:
             raise InvalidParams("the reference has not been recorded")
         self._file.seek(0)

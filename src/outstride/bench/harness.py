@@ -1,8 +1,8 @@
-"""The one harness: whatever is measured, what was found is kept as it comes.
+"""The harness of all benchmarks: results are kept as they are measured.
 
-A report grows while its run goes on and can be summed up at any moment. Between two measurements the
-harness writes it to the result file every few seconds, marked as not complete; Ctrl-C, a kill or an
-error ends the run and leaves what was measured until then.
+A report grows during its run and can be summarized at any time. Between two measurements the harness
+writes it to the result file every few seconds, marked as not complete. Ctrl-C, SIGTERM or an error
+ends the run and leaves what was measured until then.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from outstride.bench import result as results
 from outstride.bench.result import BenchResult
 
 EVERY = 2.0
-"""Seconds between two writings of a result that still grows, at the least."""
+"""Smallest number of seconds between two writes of an incomplete result."""
 SHARE = 0.02
-"""The most that writing may take of the time of a run."""
+"""Largest share of a run's time that writing may take."""
 
 Progress = Callable[[int, int], None]
-"""Called with how much of how much is done, between two measurements."""
+"""Called between two measurements with the numbers done and expected."""
 
 
 class Report(Protocol):
-    """What a run fills in. Both can be asked for at any moment, with little or nothing in it."""
+    """What a run fills. Both methods work at any time, also with an empty report."""
 
     def samples(self) -> list[dict[str, Any]]: ...
 
     def summary(self) -> dict[str, Any]: ...
 
 
-class Watch:
-    """Counts measurements, done and still expected, for whoever shows progress."""
+class ProgressCounter:
+    """Counts measurements, done and still expected, for the progress display."""
 
     def __init__(self, show: Progress | None) -> None:
         self._show = show
         self._done = 0
         self.expected = 0
 
-    def tick(self) -> None:
+    def advance(self) -> None:
         self._done += 1
         if self._show is not None:
             self._show(self._done, max(self._done, self.expected))
 
 
-class Growing:
-    """A result whose report still grows, and the file that follows it."""
+class IncrementalResult:
+    """A result whose report is still growing, and the file that it is written to."""
 
     def __init__(self, result: BenchResult, report: Report, path: str | Path | None) -> None:
         self._result, self._report, self._path = result, report, path
         self._next = clock.now() + EVERY
 
-    def tick(self) -> None:
-        """Writes if it is time to; never while something is being timed."""
+    def write_if_due(self) -> None:
+        """Writes the file if it is due. Never called while something is being timed."""
         start = clock.now()
         if self._path is None or start < self._next:
             return
@@ -67,8 +67,8 @@ class Growing:
         end = clock.now()
         self._next = end + max(EVERY, (end - start) / SHARE)
 
-    def end(self, *, complete: bool) -> None:
-        """Enters what there is and writes it."""
+    def finish(self, *, complete: bool) -> None:
+        """Fills in what was measured and writes the file."""
         samples, summary = self._report.samples(), self._report.summary()
         if complete:
             self._result.finish(samples, summary)
@@ -80,7 +80,7 @@ class Growing:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """A polite kill ends a run as Ctrl-C does."""
+    """SIGTERM ends a run as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -104,26 +104,26 @@ def record(
     path: str | Path | None = None,
     progress: Progress | None = None,
 ) -> bool:
-    """Runs a measurement that fills `report`; whether it came to its end.
+    """Runs a measurement that fills `report`; returns whether it ran to its end.
 
-    An interrupted run is no error: its result is there, and says that it is not complete. A run that
-    fails leaves what it had in the file and raises.
+    An interrupted run is no error: its result is kept and marked as incomplete. A run that fails
+    leaves what it had in the file and raises.
     """
-    growing = Growing(result, report, path)
+    growing = IncrementalResult(result, report, path)
 
     def tick(done: int, total: int) -> None:
         if progress is not None:
             progress(done, total)
-        growing.tick()
+        growing.write_if_due()
 
     with terminable():
         try:
             run(tick)
         except KeyboardInterrupt:
-            growing.end(complete=False)
+            growing.finish(complete=False)
             return False
         except BaseException:
-            growing.end(complete=False)
+            growing.finish(complete=False)
             raise
-    growing.end(complete=True)
+    growing.finish(complete=True)
     return True

@@ -1,4 +1,4 @@
-"""The host's own work: what passes between the end of one pass and the beginning of the next."""
+"""Host time per step: the time between the end of one pass and the start of the next."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from outstride.bench import clock
-from outstride.bench.peers.rows import Bound, Row
-from outstride.core.contracts import CAUSAL, Filter, Graft, Work
+from outstride.bench.comparison_rows import Bound, Row
+from outstride.core.contracts import CAUSAL, PassInput, TrainedFilter
+from outstride.core.draft_heads import DraftHead
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import Scores
-from outstride.core.sequence import Table
-from outstride.models.decoder import Pass
+from outstride.core.sequence import BlockTable
+from outstride.models.decoder import DecoderPass
 
 if TYPE_CHECKING:
     from outstride.llm import LLM
     from outstride.models.decoder import Decoder
 
 
-class Idle:
-    """A model whose passes compute what nobody needs.
+class IdleModel:
+    """A model whose passes compute nothing useful.
 
-    It stands where a model stands, with everything real around it. What passes between the end of
-    one pass and the beginning of the next is the host's work that no pass hides.
+    It replaces the model, and everything around it is real. The time between the end of one pass and
+    the start of the next is the host work that no pass hides.
     """
 
-    vision = CAUSAL
-    masking = None
+    attention_pattern = CAUSAL
+    masked_spec = None
     page_size = 16
     fingerprint = "idle"
     layers = 1
@@ -42,17 +43,17 @@ class Idle:
 
     def __init__(self, vocab_size: int, pages: int, context: int) -> None:
         self.vocab_size, self.pages, self.context = vocab_size, pages, context
-        self.grafts: dict[str, Graft] = {}
-        self.filters: dict[str, Filter] = {}
+        self.draft_heads: dict[str, DraftHead] = {}
+        self.filters: dict[str, TrainedFilter] = {}
         self._work = bytes(8_000_000)  # milliseconds, as many as a pass takes
         self._best = np.full((4096, 1), self.token, dtype=np.int64)
         self.passes: list[tuple[int, float, float]] = []
-        """How many sequences, beginning and end of each pass."""
+        """Number of sequences, start and end of each pass."""
 
-    def forward(self, work: Sequence[Work]) -> Pass:
-        return Pass(partial(self._forward, list(work)))
+    def forward(self, work: Sequence[PassInput]) -> DecoderPass:
+        return DecoderPass(partial(self._forward, list(work)))
 
-    def _forward(self, work: list[Work]) -> list[Scores]:
+    def _forward(self, work: list[PassInput]) -> list[Scores]:
         begin = clock.now()
         hashlib.sha256(self._work).digest()  # the interpreter is free meanwhile, as in a real pass
         self.passes.append((len(work), begin, clock.now()))
@@ -63,13 +64,13 @@ class Idle:
         return found
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
-        """There are no entries."""
+        """There is no KV to move."""
 
-    def feature(self, table: Table, position: int) -> FloatArray:
+    def feature(self, table: BlockTable, position: int) -> FloatArray:
         raise NotImplementedError
 
     def between(self, sequences: int) -> list[float]:
-        """Seconds between passes over so many sequences."""
+        """Seconds between passes over this many sequences."""
         return [
             begin - end
             for (before, _, end), (now, begin, _) in itertools.pairwise(self.passes)
@@ -78,7 +79,7 @@ class Idle:
 
 
 def host(llm: LLM, *, sequences: Sequence[int] = (1, 64), steps: int = 200) -> list[Row]:
-    """The host's work per step that no pass hides, with so many sequences under `plain`."""
+    """Host work per step that no pass hides, by number of sequences, under `plain`."""
     from outstride import llm as surface
     from outstride.models.load import Loaded
 
@@ -86,7 +87,7 @@ def host(llm: LLM, *, sequences: Sequence[int] = (1, 64), steps: int = 200) -> l
     rows = []
     for count in sequences:
         pages = count * (steps // 16 + 8)
-        idle = Idle(llm.model.vocab_size, pages, 4096)
+        idle = IdleModel(llm.model.vocab_size, pages, 4096)
         loaded = Loaded(cast("Decoder", idle), llm.tokenizer, "idle", 4096, Path())
         with surface.LLM(loaded, max_sequences=count) as fresh:
             prompts = [[2, 3, 4, 5 + i % 20] for i in range(count)]

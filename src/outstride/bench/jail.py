@@ -1,10 +1,10 @@
-"""Runs one program under limits that it cannot lift. A script: it is started in a process of its own.
+"""Runs one program under limits that it cannot lift. This script is started in a process of its own.
 
-It takes three numbers (seconds, bytes of memory, the file descriptor to answer on) and reads the
-program from standard input. Before a line of it runs, the kernel is told what this process may still
-do: a short list of system calls that read, wait and compute. There is no socket among them, no fork,
-no program to start, no signal to send, and no file is opened but for reading. Resource limits bound
-what is left. Only the standard library is used, and nothing of this project.
+It takes three numbers (seconds, bytes of memory, the file descriptor for its result) and reads the
+program from standard input. Before the program runs, a seccomp filter restricts the process to a
+short list of system calls that read, wait and compute: no socket, no fork, no exec, no signal, and
+files are opened for reading only. Resource limits bound the rest. It uses only the standard library
+and nothing of this project.
 """
 
 from __future__ import annotations
@@ -51,17 +51,19 @@ _ALLOWED = {
     "x86_64": (0xC000003E, _X86_64, {257: 2, 2: 1}),  # openat and open: where the flags are
     "aarch64": (0xC00000B7, _AARCH64, {56: 2}),
 }
-"""By machine: what the kernel calls it, calls that are free, and those that open files."""
+"""By machine: the audit architecture, calls that are always allowed, and calls that open files."""
 _READ_ONLY = 0o2000000 | 0o100000 | 0o200000 | 0o4000 | 0o400000
-"""Flags of what is opened for reading: close-on-exec, large, directory, non-blocking, no link."""
+"""Flags that are allowed when opening: close-on-exec, large file, directory, non-blocking,
+no-follow.
+"""
 _NO_NEW_PRIVS, _SECCOMP, _FILTER = 38, 22, 2
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
 _LOAD, _EQUAL, _ANY, _RETURN = 0x20, 0x15, 0x45, 0x06
 _USER, _NETWORK, _IPC = 0x10000000, 0x40000000, 0x08000000
 
 
-class _Line(ctypes.Structure):
-    """An instruction of the filter."""
+class _Instruction(ctypes.Structure):
+    """One instruction of the BPF filter."""
 
     _fields_ = [
         ("code", ctypes.c_uint16),
@@ -71,20 +73,20 @@ class _Line(ctypes.Structure):
     ]
 
 
-class _Filter(ctypes.Structure):
+class _FilterProgram(ctypes.Structure):
     _fields_ = [
         ("length", ctypes.c_uint16),
-        ("lines", ctypes.POINTER(_Line)),
+        ("lines", ctypes.POINTER(_Instruction)),
     ]
 
 
 def supported() -> bool:
-    """Whether the kernel of this machine can be told what to refuse."""
+    """Whether a system call filter can be installed on this machine."""
     return sys.platform == "linux" and platform.machine() in _ALLOWED and sys.byteorder == "little"
 
 
 def filter_lines(machine: str) -> list[tuple[int, int, int, int]]:
-    """The filter for a machine: (instruction, lines to skip if so, if not, value)."""
+    """The filter for a machine: (instruction, lines to skip if true, if false, value)."""
     kernel, free, opening = _ALLOWED[machine]
     lines = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, kernel), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     for number in free:
@@ -102,8 +104,8 @@ def filter_lines(machine: str) -> list[tuple[int, int, int, int]]:
 
 
 def _limit(seconds: int, memory: int) -> None:
-    """What the process may use up at most; nobody in it can raise that again."""
-    for what, most in (
+    """Sets resource limits, which the process cannot raise again."""
+    for what, limit in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_FSIZE, 0),
@@ -111,40 +113,40 @@ def _limit(seconds: int, memory: int) -> None:
         (resource.RLIMIT_NOFILE, 32),
         (resource.RLIMIT_NPROC, 0),
     ):
-        resource.setrlimit(what, (most, most))
+        resource.setrlimit(what, (limit, limit))
 
 
 def confine(seconds: int, memory: int) -> None:
-    """Locks the door from inside. Raises OSError if the kernel does not take the filter."""
+    """Confines this process. Raises OSError if the kernel rejects the filter."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.unshare(
         _USER | _NETWORK | _IPC
-    )  # a second wall where it is allowed; the filter is the first
+    )  # additional isolation where permitted; the filter suffices
     _limit(seconds, memory)
     lines = filter_lines(platform.machine())
-    array = (_Line * len(lines))(*(_Line(*line) for line in lines))
-    program = _Filter(len(lines), array)
+    array = (_Instruction * len(lines))(*(_Instruction(*line) for line in lines))
+    program = _FilterProgram(len(lines), array)
     if libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
         _SECCOMP, _FILTER, ctypes.byref(program), 0, 0
     ):
-        raise OSError(ctypes.get_errno(), "the kernel does not take a filter of system calls")
+        raise OSError(ctypes.get_errno(), "the kernel rejects the system call filter")
 
 
 def main() -> None:
-    """Runs the program; says on the given descriptor how it ended, if it came to its end."""
-    seconds, memory, answer = (int(word) for word in sys.argv[1:4])
+    """Runs the program and writes to the given descriptor how it ended."""
+    seconds, memory, descriptor = (int(word) for word in sys.argv[1:4])
     source = sys.stdin.buffer.read().decode("utf-8")
     try:
         confine(seconds, memory)
     except OSError as error:
-        os.write(answer, f"open {error}".encode())
+        os.write(descriptor, f"open {error}".encode())
         os._exit(3)
     try:
         exec(compile(source, "program", "exec"), {"__name__": "__main__"})
-        said = "done"
+        message = "done"
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}"[:300]
-    os.write(answer, said.encode("utf-8", "replace"))
+        message = f"{type(error).__name__}: {error}"[:300]
+    os.write(descriptor, message.encode("utf-8", "replace"))
     os._exit(0)
 
 

@@ -1,4 +1,6 @@
-"""Killing a server's engine under load: who is told, and how soon it serves again."""
+"""Kills a server's engine under load: which clients get a response, and when the server is ready
+again.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +12,26 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from outstride.bench.serve import Client, Streamed
+from outstride.bench.serve import Client, StreamedResponse
 from outstride.errors import OutstrideError
 
 PATH = "/v1/chat/completions"
 ENGINE = b"outstride.serve.worker"
-PATIENCE = 60.0
+READY_TIMEOUT = 60.0
 """Seconds after which a server that is not ready again has failed."""
 
 
 def engine_of(server: int) -> int:
-    """The process of a server's engine; the server runs on this machine."""
+    """Process id of a server's engine; the server must run on this machine."""
     try:
         children = Path(f"/proc/{server}/task/{server}/children").read_text(encoding="ascii")
         for child in children.split():
             if ENGINE in Path(f"/proc/{child}/cmdline").read_bytes():
                 return int(child)
     except OSError as error:
-        raise OutstrideError(f"process {server} cannot be looked at: {error}") from error
+        raise OutstrideError(f"process {server} cannot be inspected: {error}") from error
     raise OutstrideError(
-        f"process {server} has no engine; give the process id of `outstride serve`"
+        f"process {server} has no engine process; give the process id of `outstride serve`"
     )
 
 
@@ -43,25 +45,25 @@ async def kill(
     warm: float = 0.5,
 ) -> dict[str, Any]:
     """Kills the engine while clients wait, half of them streaming."""
-    talks = [
+    requests = [
         asyncio.create_task(client.send(PATH, _body(model, number, tokens)))
         for number in range(clients)
     ]
     await asyncio.sleep(warm)
     os.kill(engine_of(server), signal.SIGKILL)
     killed = time.perf_counter()
-    done, silent = await asyncio.wait(talks, timeout=PATIENCE)
-    told = time.perf_counter() - killed
-    for talk in silent:
-        talk.cancel()
-    await _ready(client, killed + PATIENCE)
+    done, silent = await asyncio.wait(requests, timeout=READY_TIMEOUT)
+    answered = time.perf_counter() - killed
+    for request in silent:
+        request.cancel()
+    await _ready(client, killed + READY_TIMEOUT)
     again = time.perf_counter() - killed
     after = await client.send(PATH, _body(model, 0, 4))
     return {
         "clients": clients,
-        "outcomes": dict(Counter(_outcome(talk.result()) for talk in done)),
+        "outcomes": dict(Counter(_outcome(request.result()) for request in done)),
         "silent": len(silent),
-        "told_s": round(told, 2),
+        "all_answered_s": round(answered, 2),
         "ready_again_s": round(again, 2),
         "serves_again": after.status == 200 and not after.error,
     }
@@ -77,7 +79,7 @@ def _body(model: str, number: int, tokens: int) -> dict[str, Any]:
     }
 
 
-def _outcome(found: Streamed) -> str:
+def _outcome(found: StreamedResponse) -> str:
     if found.status == 200 and found.finish and not found.error:
         return "answered"
     return "error" if found.status >= 500 or found.error else f"status {found.status}"
@@ -86,5 +88,5 @@ def _outcome(found: Streamed) -> str:
 async def _ready(client: Client, until: float) -> None:
     while (await client.send("/ready")).status != 200:
         if time.perf_counter() > until:
-            raise OutstrideError(f"the server is not ready again within {PATIENCE:g} s")
+            raise OutstrideError(f"the server is not ready again within {READY_TIMEOUT:g} s")
         await asyncio.sleep(0.05)

@@ -1,9 +1,9 @@
-"""`outstride bench parallel`: what parallel writing gains and what it costs, task by task.
+"""`outstride bench parallel`: what parallel decoding of masked models gains and costs, task by task.
 
-The tasks of `models.shipped.lists` range from answers whose tokens are independent to answers in
-which each depends on all the others. For each task and policy this measures how many answers are
-right, and in how many passes they were written. A canvas is as long as its answer and one end of
-text, so that no policy gains or loses by empty space.
+The tasks of `models.shipped.lists` range from answers with independent tokens to answers in which
+each token depends on all others. For each task and policy this measures how many answers are correct
+and how many passes they took. A canvas is as long as its answer plus one end-of-text token, so no
+policy gains or loses by empty space.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from outstride.llm import LLM
 
 BASELINE = "steps"
-"""One token per pass: what the others are measured against."""
+"""One token per pass: the baseline."""
 POLICIES = (
     "verify",
     "verify:order=random",
@@ -47,13 +47,13 @@ POLICIES = (
     "refine",
     "pipeline",
 )
-"""What is compared if nothing else is asked for."""
+"""Policies that are compared by default."""
 LOSS = 1.0
 """Points of mean exact match that the best lossy policy may lose."""
 
 
 @dataclass(slots=True)
-class Line:
+class PolicyLine:
     """One policy on one task."""
 
     policy: str
@@ -61,7 +61,7 @@ class Line:
     cases: int = 0
     right: int = 0
     equal: int = 0
-    """Answers that are, token for token, those of what the policy is compared with."""
+    """Number of answers that equal those of the policy's reference, token for token."""
     emitted: int = 0
     passes: int = 0
     nodes: int = 0
@@ -69,7 +69,7 @@ class Line:
 
     @property
     def match(self) -> float:
-        """Right answers in per cent."""
+        """Correct answers in percent."""
         return 100 * self.right / max(1, self.cases)
 
     @property
@@ -81,7 +81,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Total:
+class PolicyTotal:
     """One policy on all tasks: means over tasks, and sums."""
 
     policy: str
@@ -96,7 +96,7 @@ class Total:
     reference: str
     """What the policy is compared with: the baseline, or the schedule that it is exact to."""
     fewer: float
-    """Passes of the reference against those of the policy."""
+    """Passes of the reference divided by passes of the policy."""
     loss: float
     """Points of mean exact match below the reference."""
 
@@ -107,31 +107,31 @@ class ParallelReport:
 
     policies: list[str] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)
-    lines: dict[tuple[str, str], Line] = field(default_factory=dict)
+    lines: dict[tuple[str, str], PolicyLine] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    """Policies that the model cannot run, and why."""
+    """Policies that the model cannot run, with the reason."""
 
-    def of(self, policy: str) -> list[Line]:
+    def of(self, policy: str) -> list[PolicyLine]:
         return [self.lines[policy, task] for task in self.measured]
 
     @property
     def measured(self) -> list[str]:
-        """The tasks that every policy has answered; a run that was cut short lacks some."""
+        """Tasks that every policy has answered; an interrupted run lacks some."""
         return [
             task
             for task in self.tasks
             if self.lines and all(self.lines[policy, task].cases for policy in self.policies)
         ]
 
-    def totals(self) -> list[Total]:
-        """By policy, in the order of measuring."""
+    def totals(self) -> list[PolicyTotal]:
+        """Totals by policy, in the order of measuring."""
         found = []
         for policy in self.policies:
             mine, base = self.of(policy), self.of(reference_of(policy))
             passes = sum(line.passes for line in mine)
             match = mean(line.match for line in mine)
             found.append(
-                Total(
+                PolicyTotal(
                     policy=policy,
                     exactness=exactness_of(policy),
                     match=match,
@@ -152,7 +152,7 @@ class ParallelReport:
         return [line.to_dict() for line in self.lines.values() if line.cases]
 
     def summary(self) -> dict[str, Any]:
-        """The baseline by task, all policies, and the best of those that may change the text."""
+        """The baseline by task, all policies, and the best lossy policy."""
         if not self.measured:
             return {"skipped": self.skipped}
         totals = self.totals()
@@ -167,7 +167,7 @@ class ParallelReport:
 
 
 def exactness_of(policy: str) -> str:
-    """What the policy's method declares; several tokens in each step are a text of their own."""
+    """The exactness that a policy's method declares; `steps` with several tokens per step is lossy."""
     entry, options = registry.parse(policy)
     if entry.name == BASELINE and options.get("count", 1) != 1:
         return Exactness.LOSSY.value
@@ -175,11 +175,11 @@ def exactness_of(policy: str) -> str:
 
 
 def reference_of(policy: str) -> str:
-    """What a policy is compared with."""
+    """The policy that a policy is compared with."""
     entry, _ = registry.parse(policy)
-    told = registry.baseline(policy)
+    baseline = registry.baseline(policy)
     exact = entry.name != BASELINE and entry.exactness is Exactness.EXACT
-    return told if exact and registry.parse(told)[0].name == BASELINE else BASELINE
+    return baseline if exact and registry.parse(baseline)[0].name == BASELINE else BASELINE
 
 
 def measure(
@@ -192,7 +192,7 @@ def measure(
     report: ParallelReport | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ParallelReport:
-    """Asks `limit` questions of each task, by each policy in turns, some at a time."""
+    """Answers `limit` questions of each task by each policy, in turns, `batch` at a time."""
     if limit < 1 or batch < 1:
         raise InvalidParams("limit and batch must be at least 1")
     if unknown := [task for task in tasks if task not in TASKS]:
@@ -212,15 +212,15 @@ def measure(
             report.skipped[policy] = str(error)
         else:
             report.policies.append(policy)
-    report.lines = {(p, task): Line(p, task) for p in report.policies for task in tasks}
+    report.lines = {(p, task): PolicyLine(p, task) for p in report.policies for task in tasks}
     done, total = 0, sum(-(-len(asked[task]) // batch) for task in tasks) * len(report.policies)
     for task in tasks:
         for start in range(0, len(asked[task]), batch):
             portion = asked[task][start : start + batch]
-            said: dict[str, list[list[int]]] = {}
+            tokens: dict[str, list[list[int]]] = {}
             for policy in report.policies:
-                said[policy] = _enter(llm, report.lines[policy, task], portion)
-                same = zip(said[policy], said[reference_of(policy)], strict=True)
+                tokens[policy] = _enter(llm, report.lines[policy, task], portion)
+                same = zip(tokens[policy], tokens[reference_of(policy)], strict=True)
                 report.lines[policy, task].equal += sum(a == b for a, b in same)
                 done += 1
                 if progress is not None:
@@ -228,8 +228,8 @@ def measure(
     return report
 
 
-def _enter(llm: LLM, line: Line, portion: Sequence[Case]) -> list[list[int]]:
-    """Answers a portion, counts it, and returns the answers' tokens."""
+def _enter(llm: LLM, line: PolicyLine, portion: Sequence[Case]) -> list[list[int]]:
+    """Answers a batch, counts it, and returns the answers' tokens."""
     start = clock.now()
     texts, tokens, stats = _answer(llm, line.policy, portion)
     line.seconds += clock.now() - start
@@ -244,7 +244,7 @@ def _enter(llm: LLM, line: Line, portion: Sequence[Case]) -> list[list[int]]:
 def _answer(
     llm: LLM, policy: str, portion: Sequence[Case]
 ) -> tuple[list[str], list[list[int]], Stats]:
-    """Texts, tokens and costs of the answers to a portion."""
+    """Texts, tokens and stats of the answers to a batch."""
     params = [SamplingParams(max_tokens=len(case.answer.split()) + 1, seed=0) for case in portion]
     results = llm.generate([case.prompt for case in portion], params, method=policy, salt=policy)
     for result in results:

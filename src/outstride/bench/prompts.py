@@ -1,17 +1,17 @@
-"""Prompts to measure and prove with: from files, or those that come with the project.
+"""Prompts for benchmarks and proofs: from files, or those shipped with the project.
 
-Files that are understood (each may also be packed with gzip, `.gz`):
+Supported files (each may be compressed with gzip, `.gz`):
 
 - `.txt`: one prompt per line; empty lines are skipped. A prompt of several lines needs `.jsonl`.
 - `.jsonl`: one object per line, of any of these kinds:
   - Spec-Bench: `question_id`, `category`, `turns`. The first turn is the prompt, the category
-    is the group; the eight kinds of MT-Bench make one group, `mt_bench`.
-  - GSM8K: `question`. HumanEval: `task_id`, `prompt`. They make groups of those names.
-  - anything else with `prompt`; `group` (or `category`) and `id` are used if they are there.
+    is the group; the eight kinds of MT-Bench form one group, `mt_bench`.
+  - GSM8K: `question`. HumanEval: `task_id`, `prompt`. They form groups of those names.
+  - other objects with `prompt`; `group` (or `category`) and `id` are used if present.
 
-Groups matter because tokens per pass depend on the task: a mean over groups does not change with
-how many prompts of each kind a file happens to hold. The prompts of the project come in eight: chat,
-translation, summary, question, maths, retrieval, code and rewriting.
+Groups matter because tokens per pass depend on the task: a mean over groups does not change with the
+number of prompts of each kind in a file. The shipped prompts have eight groups: chat, translation,
+summary, question, maths, retrieval, code and rewriting.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MT_BENCH = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """A prompt, its name in its file, and the kind of task it stands for."""
+    """A prompt, its id in its file, and its group (kind of task)."""
 
     id: str
     group: str
@@ -88,7 +88,7 @@ def _from_json(lines: Sequence[str], stem: str, source: str) -> Iterator[BenchPr
 
 
 def _fields(row: Mapping[str, Any], stem: str, number: int, place: str) -> tuple[str, str, Any]:
-    """Identity, group and text of a row, by the fields it has."""
+    """Id, group and text of a row, by the fields that it has."""
     if "turns" in row:
         category = str(row.get("category", stem))
         turns = row["turns"]
@@ -109,22 +109,22 @@ def _fields(row: Mapping[str, Any], stem: str, number: int, place: str) -> tuple
 
 
 def spread(prompts: Sequence[T], limit: int | None) -> list[T]:
-    """At most `limit` prompts, evenly over the whole list: files are sorted by kind."""
+    """At most `limit` prompts, evenly spaced over the list, because files are sorted by kind."""
     if limit is None or limit >= len(prompts):
         return list(prompts)
     return [prompts[i * len(prompts) // limit] for i in range(limit)]
 
 
 SHIPPED = Path(__file__).parent / "data" / "prompts.jsonl"
-"""Written for this project: five or six prompts of each kind of task, the dozen first."""
+"""Written for this project: five or six prompts of each kind of task, the first dozen of all kinds."""
 DOZEN = 12
 
 
 def shipped() -> list[BenchPrompt]:
-    """The prompts that come with the project, of every kind of task."""
+    """All shipped prompts."""
     return read_prompts(SHIPPED)
 
 
 def built_in() -> list[BenchPrompt]:
-    """A dozen of them, of all kinds, for what takes long."""
+    """The first dozen shipped prompts, for slow measurements."""
     return shipped()[:DOZEN]

@@ -1,4 +1,4 @@
-"""What a proof found: cases, divergences, counts, and whether a promise was broken."""
+"""The report of a proof: cases, divergences, counts, and whether a method broke its declaration."""
 
 from __future__ import annotations
 
@@ -7,52 +7,52 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from outstride.bench import clock
-from outstride.bench.chance import ChanceReport
+from outstride.bench.chi_square import DistributionReport
 from outstride.bench.prompts import BenchPrompt
 from outstride.core.contracts import Exactness
 from outstride.core.params import SamplingParams
 from outstride.results import Stats
 
 BATCH, ALONE, MIXED = "batch", "alone", "mixed"
-"""How a method ran: beside itself, by itself, or among other methods on few pages."""
+"""Batch contexts: in a batch of the same method, alone, or among other methods on few pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What one of the two said where they part: a token, or the end of the answer (None)."""
+    """One side of a divergence: a token, or the end of the answer (None)."""
 
     token: int | None
     text: str
     logit: float | None
-    """Raw; a log-probability where the logits are all that differs."""
+    """Raw logit; a log-probability where only the logits differ."""
     rank: int | None
-    """How many tokens have a higher raw logit."""
+    """Number of tokens with a higher raw logit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place at which an answer is not the plain one."""
+    """The first position at which an answer differs from the reference."""
 
     position: int
-    """Counted in output tokens."""
+    """Index of the output token."""
     sample: int
-    company: str
+    batch_context: str
     method: str
-    """Who said something else: the method that is judged, or one beside it."""
+    """The method whose answer differs: the one under test, or another one in its batch."""
     plain: Side
     other: Side
-    gap: float | None
-    """Raw logit of plain's token less that of the method's: near 0 means a tie."""
+    logit_difference: float | None
+    """Raw logit of plain's token minus that of the method's token: near 0 means a tie."""
     before: str
-    """The end of what both said until then."""
+    """The last characters of the common text before the divergence."""
     finish: tuple[str | None, str | None]
     bits: bool = False
-    """Whether the tokens are the same and only the logits behind them are not."""
+    """True if the tokens are equal and only their log-probabilities differ."""
 
 
 @dataclass(slots=True)
 class ProofCase:
-    """One prompt under both."""
+    """One prompt under the reference and under the method."""
 
     prompt: BenchPrompt
     equal: bool = True
@@ -61,9 +61,9 @@ class ProofCase:
     plain_stats: Stats = field(default_factory=Stats)
     divergences: list[Divergence] = field(default_factory=list)
     failure: str | None = None
-    """What went wrong, if only one of the two could answer."""
+    """The error, if only one of the two could answer."""
     error: str | None = None
-    """Why neither could answer, if neither could: such a prompt proves nothing."""
+    """The error, if neither could answer: such a prompt proves nothing."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -81,7 +81,7 @@ class ProofCase:
 
 @dataclass(frozen=True, slots=True)
 class GroupCounts:
-    """What the prompts of one group, or all of them, add up to."""
+    """Sums over the prompts of one group, or of all."""
 
     prompts: int
     equal: int
@@ -117,33 +117,33 @@ class GroupCounts:
 
 
 @dataclass(slots=True)
-class Company:
-    """What there was in the run among other methods."""
+class MixedBatch:
+    """The setup of the run among other methods."""
 
     methods: tuple[str, ...] = ()
     pages: int = 0
-    """How many pages of the target's cache were left for it."""
+    """Pages of the target's KV cache that were left for it."""
     preempted: int = 0
 
 
 @dataclass(slots=True)
 class ProofReport:
-    """What a proof found."""
+    """The result of a proof."""
 
     method: str
     exactness: Exactness
     baseline: str
-    """What it was held to: plain decoding, or the schedule that it is exact to."""
+    """What the method is compared with: plain decoding, or the schedule that it is exact to."""
     params: SamplingParams
     batch: int
     alone: int
-    """How many prompts were run again one by one."""
+    """Number of prompts that ran again one by one."""
     cases: list[ProofCase] = field(default_factory=list)
-    mixed: Company | None = None
-    chance: ChanceReport | None = None
-    """For methods that promise a distribution: what the test says of it."""
+    mixed: MixedBatch | None = None
+    distribution: DistributionReport | None = None
+    """Test results of a method that is declared exact in distribution."""
     integrity: str | None = None
-    """What is wrong with the cache, if something is."""
+    """What is wrong with the KV cache, if anything."""
 
     @property
     def answered(self) -> list[ProofCase]:
@@ -158,21 +158,23 @@ class ProofReport:
         return not self.different and self.integrity is None
 
     @property
-    def foundation(self) -> bool:
-        """Whether plain decoding differs from itself: then no method is to blame."""
+    def baseline_differs(self) -> bool:
+        """Whether the baseline differs from itself: then the fault lies below the method."""
         found = (d for case in self.different for d in case.divergences)
         return any(divergence.method == self.baseline for divergence in found)
 
     @property
     def broken(self) -> bool:
-        """Whether a promise was broken. A lossy method made none; the cache made one to all."""
-        if self.integrity is not None or self.foundation:
+        """Whether a declaration was broken. A lossy method declares none; cache integrity holds for
+        all.
+        """
+        if self.integrity is not None or self.baseline_differs:
             return True
         if self.exactness is Exactness.LOSSY:
             return False
-        if self.chance is not None:
+        if self.distribution is not None:
             failed = any(case.failure is not None for case in self.answered)
-            return failed or not self.chance.holds
+            return failed or not self.distribution.holds
         return not self.equal
 
     @property
@@ -181,7 +183,7 @@ class ProofReport:
 
     @property
     def groups(self) -> dict[str, GroupCounts]:
-        """By group, in the order in which groups first appear."""
+        """Counts by group, in the order in which groups first occur."""
         found: dict[str, list[ProofCase]] = {}
         for case in self.answered:
             found.setdefault(case.prompt.group, []).append(case)
@@ -189,7 +191,7 @@ class ProofReport:
 
     @property
     def tokens_per_pass(self) -> float:
-        """The mean over groups, so that no kind of task counts for more by having more prompts."""
+        """The mean over groups, so that a group does not count more by having more prompts."""
         return clock.mean(group.tokens_per_pass for group in self.groups.values())
 
     def samples(self) -> list[dict[str, Any]]:
@@ -201,7 +203,7 @@ class ProofReport:
             "method": self.method,
             "exactness": self.exactness.value,
             "baseline": self.baseline,
-            "equal": self.equal if self.chance is None else None,
+            "equal": self.equal if self.distribution is None else None,
             "broken": self.broken,
             "prompts": total.prompts,
             "equal_prompts": total.equal,
@@ -209,6 +211,6 @@ class ProofReport:
             "tokens_per_pass": self.tokens_per_pass,
             "groups": {name: group.to_dict() for name, group in self.groups.items()},
             "mixed": None if self.mixed is None else asdict(self.mixed),
-            "chance": None if self.chance is None else self.chance.to_dict(),
+            "distribution": None if self.distribution is None else self.distribution.to_dict(),
             "integrity": self.integrity,
         }

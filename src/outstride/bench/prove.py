@@ -1,13 +1,12 @@
-"""Plain decoding against a method, token for token, on prompts of the user's choice.
+"""Compares a method with plain decoding, token for token, on prompts of the user's choice.
 
-An exact method promises the tokens of plain decoding, alone or in company. Here is where anybody can
-hold it to that. All prompts run in batches under both; some of them again one by one; and all of them
-once more in bad company: beside requests with other methods, on so few pages that they are preempted.
-Besides tokens, the log-probabilities behind them are compared to the last bit: arithmetic that depends
-on the company shows there long before it changes a token. Where two answers part, one more pass over
-what they have in common shows how close the two tokens were.
+An exact method gives the tokens of plain decoding, alone or in any batch. All prompts run in batches
+under both, some of them again one by one, and all of them once more in a batch with other methods,
+on so few pages that requests are preempted. Besides tokens, log-probabilities are compared bit for
+bit: arithmetic that depends on the batch shows there long before it changes a token. Where two
+answers diverge, one more pass over their common prefix shows how close the two tokens were.
 
-A method that promises a distribution is held to that instead, by the tests of `bench.chance`.
+A method that is exact in distribution is tested for that instead (`bench.chi_square`).
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from outstride.bench import chance, companies, look
+from outstride.bench import batch_contexts, chi_square, logits_inspection
 from outstride.bench.prompts import BenchPrompt
 from outstride.bench.proof import ProofCase, ProofReport
-from outstride.bench.trial import PLAIN, Trial, baseline_of, batches
+from outstride.bench.proof_state import PLAIN, ProofRun, baseline_of, batches
 from outstride.core.contracts import Exactness, Method
 from outstride.core.params import SamplingParams
 from outstride.errors import IntegrityError, InvalidParams, OutstrideError
@@ -40,44 +39,46 @@ def prove(
     mixed: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> ProofReport:
-    """Runs all prompts under plain and under `method` and compares what they say.
+    """Runs all prompts under plain and under `method` and compares the answers.
 
-    A method for masked models is compared with what it is exact to instead: the schedule of `steps`.
-    One that promises a distribution is tested for it, unless the temperature is 0: then its text is
-    as certain as plain's.
+    A method for masked models is compared with the schedule of `steps` that it is exact to. A method
+    that is exact in distribution is tested for its distribution, except at temperature 0, where its
+    text is determined.
 
-    Sampling without a seed could not be compared; seed 0 is used then. Prompts that neither can
+    Sampling without a seed cannot be compared, so seed 0 is used then. Prompts that neither can
     answer (too long for the context) are listed and prove nothing.
     """
     if batch < 1 or alone < 0:
         raise InvalidParams("batch must be at least 1 and alone at least 0")
     if not prompts:
-        raise InvalidParams("there are no prompts to prove anything with")
+        raise InvalidParams("there are no prompts to test")
     params = params or SamplingParams()
     if params.seed is None:
         params = replace(params, seed=0)
     alone = min(alone, len(prompts)) if batch > 1 else 0  # in batches of one they are alone already
-    trial = _trial(llm, llm.method(method), prompts, params, batch, alone, raw)
-    trial.progress = progress
-    count, loose = len(prompts), _by_distribution(trial.judged, params)
-    trial.total = 2 * count if loose else (4 if mixed else 2) * count + 2 * trial.report.alone
-    trial.tick(0)
-    if loose:
-        _by_chance(trial)
+    proof = _start(llm, llm.method(method), prompts, params, batch, alone, raw)
+    proof.progress = progress
+    count, by_distribution = len(prompts), _by_distribution(proof.judged, params)
+    proof.total = (
+        2 * count if by_distribution else (4 if mixed else 2) * count + 2 * proof.report.alone
+    )
+    proof.tick(0)
+    if by_distribution:
+        _test_distribution(proof)
     else:
-        companies.in_batches(trial)
-        companies.alone(trial)
-        if mixed and trial.report.answered:
-            companies.in_company(trial)
-    return _closed(trial)
+        batch_contexts.in_batches(proof)
+        batch_contexts.alone(proof)
+        if mixed and proof.report.answered:
+            batch_contexts.among_other_methods(proof)
+    return _closed(proof)
 
 
 def _by_distribution(judged: Method, params: SamplingParams) -> bool:
-    """Whether a method is held to a distribution; at temperature 0 its text is certain."""
+    """Whether a method is tested for its distribution; at temperature 0 its text is determined."""
     return judged.exactness is Exactness.DISTRIBUTION and params.temperature > 0
 
 
-def _trial(
+def _start(
     llm: LLM,
     judged: Method,
     prompts: Sequence[BenchPrompt],
@@ -85,12 +86,12 @@ def _trial(
     batch: int,
     alone: int,
     raw: bool,
-) -> Trial:
-    """All that a proof begins with."""
-    baseline, loose = baseline_of(judged), _by_distribution(judged, params)
-    if loose and baseline != PLAIN:
+) -> ProofRun:
+    """The initial state of a proof."""
+    baseline, by_distribution = baseline_of(judged), _by_distribution(judged, params)
+    if by_distribution and baseline != PLAIN:
         raise InvalidParams(
-            f"{judged.name} promises a distribution on a canvas, and there is no test for that here"
+            f"{judged.name} is exact in distribution on a canvas; there is no test for that"
         )
     report = ProofReport(
         method=judged.spec or judged.name,
@@ -98,10 +99,10 @@ def _trial(
         baseline=baseline,
         params=params,
         batch=batch,
-        alone=0 if loose else alone,
+        alone=0 if by_distribution else alone,
         cases=[ProofCase(prompt) for prompt in prompts],
     )
-    return Trial(
+    return ProofRun(
         llm=llm,
         judged=judged,
         plain=llm.method(baseline),
@@ -111,11 +112,11 @@ def _trial(
     )
 
 
-def _closed(trial: Trial) -> ProofReport:
-    """The report, after a look at what the engine was left with."""
-    report = trial.report
+def _closed(proof: ProofRun) -> ProofReport:
+    """The report, after a check of the cache's integrity."""
+    report = proof.report
     try:
-        trial.llm.engine.check_integrity()
+        proof.llm.engine.check_integrity()
     except IntegrityError as error:
         report.integrity = str(error)
     if not report.answered:
@@ -123,39 +124,39 @@ def _closed(trial: Trial) -> ProofReport:
     return report
 
 
-def _by_chance(trial: Trial) -> None:
-    """Draws answers in batches and asks whether their tokens follow the target's distributions."""
-    texts: list[list[chance.Numbers]] = []
-    tops: list[chance.Numbers] = []
-    seed = trial.params.seed or 0
-    for chunk in batches(len(trial.tokens), trial.report.batch):
-        group = [trial.tokens[i] for i in chunk]
-        results = trial.answers(group, [trial.judged] * len(group), "prove", bits=False)
-        trial.tick(len(chunk))
+def _test_distribution(proof: ProofRun) -> None:
+    """Samples answers in batches and tests whether their tokens follow the target's distributions."""
+    texts: list[list[chi_square.Numbers]] = []
+    tops: list[chi_square.Numbers] = []
+    seed = proof.params.seed or 0
+    for chunk in batches(len(proof.tokens), proof.report.batch):
+        group = [proof.tokens[i] for i in chunk]
+        results = proof.answers(group, [proof.judged] * len(group), "prove", bits=False)
+        proof.tick(len(chunk))
         for i, result in zip(chunk, results, strict=True):
-            case = trial.report.cases[i]
+            case = proof.report.cases[i]
             if result.error is not None:
-                _blame(trial, i, result.error)
+                _record_failure(proof, i, result.error)
             else:
                 case.stats = Stats.total(result.outputs)
                 case.tokens = case.stats.emitted
-                said = [output.token_ids for output in result.outputs]
-                places, best = look.weigh(
-                    trial.llm, trial.tokens[i], said, trial.params, seed + 7919 * i
+                tokens = [output.token_ids for output in result.outputs]
+                places, best = logits_inspection.rank_positions(
+                    proof.llm, proof.tokens[i], tokens, proof.params, seed + 7919 * i
                 )
                 texts.append(places)
                 tops.append(best)
-            trial.tick(1)
-    trial.report.chance = chance.judge(texts)
-    chance.foresee(trial.report.chance, np.concatenate([np.zeros(0), *tops]))
+            proof.tick(1)
+    proof.report.distribution = chi_square.run_tests(texts)
+    chi_square.estimate_power(proof.report.distribution, np.concatenate([np.zeros(0), *tops]))
 
 
-def _blame(trial: Trial, i: int, error: Exception) -> None:
-    """Whether plain decoding fails on a prompt, too, decides whose fault it is."""
-    case = trial.report.cases[i]
-    [plain] = trial.answers([trial.tokens[i]], [trial.plain], "prove", bits=False)
+def _record_failure(proof: ProofRun, i: int, error: Exception) -> None:
+    """Records an error: as a failure of the method if plain decoding can answer the prompt."""
+    case = proof.report.cases[i]
+    [plain] = proof.answers([proof.tokens[i]], [proof.plain], "prove", bits=False)
     if plain.error is not None:
         case.error = str(error)
     else:
         case.equal = False
-        case.failure = f"only {trial.report.method} failed: {error}"
+        case.failure = f"only {proof.report.method} failed: {error}"

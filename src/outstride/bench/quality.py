@@ -1,8 +1,8 @@
-"""Quality beside speed: how many answers are right, method by method, on GSM8K and HumanEval files.
+"""Quality next to speed: the number of correct answers by method, on GSM8K and HumanEval files.
 
-A lossy method is judged beside what it would replace: its baseline answers the same questions in the
-same run. Sums are judged by the last number of an answer; code by the tests of its task, run where it
-can do no harm (`sandbox.py`).
+A lossy method is compared with its baseline, which answers the same questions in the same run. Maths
+answers are scored by their last number; code is scored by the tests of its task, run in a sandbox
+(`sandbox.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from outstride import registry
 from outstride.bench import clock, sandbox
-from outstride.bench.harness import Watch
+from outstride.bench.harness import ProgressCounter
 from outstride.core.params import SamplingParams
 from outstride.errors import InvalidParams, InvalidPrompt
 from outstride.results import Stats
@@ -38,7 +38,7 @@ _SURE = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question and how its answer is judged."""
+    """A question and the function that scores its answer."""
 
     id: str
     task: str
@@ -47,7 +47,7 @@ class Question:
 
 
 def number_of(text: str) -> float | None:
-    """The number that an answer ends with: behind the last ####, or the last one at all."""
+    """The final number of an answer: after the last ####, else the last number."""
     last = text.rpartition("####")[2] if "####" in text else text
     found = _NUMBER.findall(last) or _NUMBER.findall(text)
     if not found:
@@ -57,7 +57,9 @@ def number_of(text: str) -> float | None:
 
 
 def code_of(text: str, prompt: str, entry: str) -> str:
-    """The program in an answer: its code block, or all of it; behind the prompt if it only goes on."""
+    """The program in an answer: its code block, or all of it; appended to the prompt if it continues
+    it.
+    """
     blocks = _BLOCK.findall(text)
     code = next(
         (block for block in blocks if f"def {entry}" in block), blocks[0] if blocks else text
@@ -66,7 +68,7 @@ def code_of(text: str, prompt: str, entry: str) -> str:
 
 
 def _rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
-    """Numbered rows of a .jsonl file, packed or not."""
+    """Numbered rows of a .jsonl file, compressed or not."""
     file = Path(path)
     raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     try:
@@ -97,11 +99,11 @@ def gsm8k(path: str | Path) -> list[Question]:
 
 
 def _same(right: float) -> Callable[[str], bool]:
-    return lambda text: (said := number_of(text)) is not None and math.isclose(said, right)
+    return lambda text: (tokens := number_of(text)) is not None and math.isclose(tokens, right)
 
 
 def humaneval(path: str | Path) -> list[Question]:
-    """Functions to complete, judged by their tests."""
+    """Functions to complete, scored by their tests."""
     sandbox.ready()
     found = []
     for number, row in _rows(path):
@@ -120,7 +122,7 @@ def _tested(row: dict[str, Any]) -> Callable[[str], bool]:
 
 
 @dataclass(slots=True)
-class Answer:
+class ScoredAnswer:
     """One answer of one method."""
 
     method: str
@@ -128,7 +130,7 @@ class Answer:
     id: str
     right: bool
     equal: bool
-    """Whether it is, token for token, that of the method's baseline."""
+    """Whether it equals the answer of the method's baseline, token for token."""
     emitted: int
     passes: int
     seconds: float
@@ -158,7 +160,7 @@ class Score:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the true score lies with 95% probability, by Wilson's formula, in per cent."""
+        """The 95% interval of the score by Wilson's formula, in percent."""
         n, p = self.asked, self.right / self.asked
         middle = (p + _SURE**2 / (2 * n)) / (1 + _SURE**2 / n)
         reach = _SURE / (1 + _SURE**2 / n) * math.sqrt(p * (1 - p) / n + _SURE**2 / (4 * n * n))
@@ -170,10 +172,10 @@ class Score:
 
 @dataclass(slots=True)
 class QualityReport:
-    """All answers, and what they add up to."""
+    """All answers and their scores."""
 
     methods: list[str] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[ScoredAnswer] = field(default_factory=list)
 
     def scores(self) -> list[Score]:
         """By method and task."""
@@ -216,35 +218,35 @@ def measure(
     report: QualityReport | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> QualityReport:
-    """Asks every question by every method and by what each is compared with, in turns."""
+    """Answers every question by every method and its baseline, in turns."""
     if batch < 1 or not methods or not questions:
         raise InvalidParams("needs methods, questions, and at least one question at a time")
     report = QualityReport() if report is None else report
     pairs = [(registry.baseline(method), method) for method in methods]
     report.methods = list(dict.fromkeys([*(b for b, _ in pairs), *(m for _, m in pairs)]))
-    watch = Watch(progress)
+    watch = ProgressCounter(progress)
     tasks = [
         [q for q in questions if q.task == t] for t in dict.fromkeys(q.task for q in questions)
     ]
     portions = [q[i : i + batch] for q in tasks for i in range(0, len(q), batch)]
     watch.expected = len(portions) * len(report.methods)
     for portion in portions:
-        said: dict[str, list[list[int]]] = {}
+        by_method: dict[str, list[list[int]]] = {}
         for method in report.methods:
             tokens, answers = _ask(llm, method, portion, params)
-            said[method] = tokens
-            reference = said.get(registry.baseline(method), tokens)
+            by_method[method] = tokens
+            reference = by_method.get(registry.baseline(method), tokens)
             for answer, mine, theirs in zip(answers, tokens, reference, strict=True):
                 answer.equal = mine == theirs
             report.answers += answers
-            watch.tick()
+            watch.advance()
     return report
 
 
 def _ask(
     llm: LLM, method: str, portion: Sequence[Question], params: SamplingParams
-) -> tuple[list[list[int]], list[Answer]]:
-    """Some questions at once: timed, then judged."""
+) -> tuple[list[list[int]], list[ScoredAnswer]]:
+    """Answers one batch of questions: timed, then scored."""
     start = clock.now()
     results = llm.chat([q.prompt for q in portion], params, method=method, salt=method)
     seconds = (clock.now() - start) / len(portion)
@@ -254,7 +256,7 @@ def _ask(
             raise result.error
         stats = Stats.total(result.outputs)
         found.append(
-            Answer(
+            ScoredAnswer(
                 method=method,
                 task=question.task,
                 id=question.id,

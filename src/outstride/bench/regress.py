@@ -1,8 +1,9 @@
-"""Two results beside each other: what has become worse.
+"""Compares two results: which figures have become worse.
 
-Two kinds of figures can be compared between runs. Counts (tokens per pass, right answers, equal texts)
-are the same on every machine and in every run, so any drop is one. Times are not; but the ratio of two
-times of one run is, within a tolerance. Absolute times are never compared.
+Two kinds of figures are comparable between runs. Counts (tokens per pass, correct answers, equal
+texts) are the same on every machine and in every run, so any drop is a regression. Times are not;
+but the ratio of two times of one run is comparable within a tolerance. Absolute times are never
+compared.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _SAME = {
     "step": ("model", "cached"),
     "serve": ("model", "clients", "tokens", "method"),
 }
-"""Settings that must agree, by kind; without that, a comparison says nothing."""
+"""Settings that must agree, by kind of result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A value that can be compared. `exact` ones may not drop at all; lower is better for `less`."""
+    """A comparable value. `exact` values may not drop at all; `less` means that lower is better."""
 
     value: float
     exact: bool = False
@@ -60,7 +61,7 @@ class Change:
 
 @dataclass(slots=True)
 class RegressReport:
-    """All figures that both results have, and those that went missing."""
+    """All figures that both results have, and those that are missing in the new one."""
 
     tolerance: float
     changes: list[Change] = field(default_factory=list)
@@ -160,14 +161,12 @@ _READERS = {
 def compare(
     old: BenchResult, new: BenchResult, report: RegressReport, *, prefix: str = ""
 ) -> RegressReport:
-    """Enters every figure of the old result beside that of the new one."""
+    """Adds every figure of the old result with its new value to the report."""
     if old.kind != new.kind:
         raise InvalidParams(f"a result of bench {old.kind} and one of bench {new.kind}")
     for result, when in ((old, "old"), (new, "new")):
         if not result.complete:
-            raise InvalidParams(
-                f"the {when} result was cut short: its means are over something else"
-            )
+            raise InvalidParams(f"the {when} result is incomplete: its means cover other cases")
     for name in _SAME.get(old.kind, ()):
         if old.settings.get(name) != new.settings.get(name):
             raise InvalidParams(
@@ -192,14 +191,14 @@ def _curve(result: BenchResult) -> object:
 
 
 def _dropped(old: Figure, new: float, tolerance: float) -> bool:
-    """Whether a figure is worse than it may be."""
+    """Whether a figure is worse than the tolerance permits."""
     if old.less:
         return new > old.value * (1 + tolerance) + EPSILON
     return new < old.value * (1 - tolerance) - EPSILON
 
 
 def compare_paths(old: Path, new: Path, tolerance: float = TOLERANCE) -> RegressReport:
-    """Two files; or two folders, file by file of the same name."""
+    """Compares two files, or two folders file by file."""
     if not 0 <= tolerance < 1:
         raise InvalidParams("the tolerance lies between 0 and 1")
     report = RegressReport(tolerance)

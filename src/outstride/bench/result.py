@@ -5,7 +5,7 @@
  "versions": {…},               outstride, python and the libraries that do the work
  "commit": "…" or null,         of the source, "+changes" if it was not clean
  "settings": {…},               everything that was chosen
- "samples": [{…}, …],           one per measured case: raw, so that others can sum up anew
+ "samples": [{…}, …],           one per measured case: raw, so that others can sum up again
  "summary": {…},                what a reader looks at first
  "complete": true,              false if the run was cut short: what it had measured is there
  "started": "…",                UTC, ISO 8601
@@ -47,7 +47,7 @@ _LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "gguf")
 
 
 def _cpu() -> str:
-    """The processor's own name where the system tells it."""
+    """The processor's name where the system has it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -58,7 +58,7 @@ def _cpu() -> str:
 
 
 def _cores() -> int:
-    """How many cores this process may use, which is less than there are under a scheduler."""
+    """Number of cores that this process may use, which may be less than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -72,7 +72,7 @@ def _memory() -> int | None:
 
 
 def _accelerator() -> str | None:
-    """Asked only of a torch that is already there: a measurement without one used none."""
+    """Name of the GPU, if torch is loaded; a measurement without torch used none."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None
@@ -80,7 +80,7 @@ def _accelerator() -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """The machine in words."""
+    """A description of the machine."""
     return {
         "cpu": _cpu(),
         "cores": _cores(),
@@ -91,7 +91,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what takes part in a pass; what is not installed is left out."""
+    """Versions of the libraries that take part in a pass; those not installed are left out."""
     found = {"outstride": outstride.__version__, "python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -126,7 +126,7 @@ def commit() -> str | None:
 
 @dataclass(slots=True)
 class BenchResult:
-    """One measurement. Made at its start, so that it knows when it began; `finish` fills it."""
+    """One measurement. Created at its start, which it records; `finish` fills it."""
 
     kind: str
     settings: dict[str, Any]
@@ -141,13 +141,13 @@ class BenchResult:
     _clock: float = field(default_factory=clock.now, repr=False, compare=False)
 
     def enter(self, samples: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-        """Enters what was found so far."""
+        """Sets what was measured so far."""
         self.samples, self.summary = samples, summary
         self.machine["accelerator"] = self.machine.get("accelerator") or _accelerator()
         self.seconds = clock.now() - self._clock
 
     def finish(self, samples: list[dict[str, Any]], summary: dict[str, Any]) -> BenchResult:
-        """Enters what was found; nothing is missing."""
+        """Sets the final samples and summary, and marks the result as complete."""
         self.enter(samples, summary)
         self.complete = True
         return self
@@ -162,7 +162,7 @@ class BenchResult:
 
 
 def validate(values: object, source: str = "result") -> dict[str, Any]:
-    """The object itself if it is a result; otherwise an error that says what is wrong with it."""
+    """Returns the object if it is a valid result; otherwise raises an error that says what is wrong."""
     if not isinstance(values, Mapping):
         raise OutstrideError(f"{source}: a result is a JSON object, not {type(values).__name__}")
     for name, kinds in _FIELDS.items():
@@ -184,7 +184,7 @@ def validate(values: object, source: str = "result") -> dict[str, Any]:
 
 
 def write(result: BenchResult, path: str | Path) -> None:
-    """Puts a result into a file, whole or not at all."""
+    """Writes a result to a file atomically."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
@@ -193,7 +193,7 @@ def write(result: BenchResult, path: str | Path) -> None:
 
 
 def read(path: str | Path) -> BenchResult:
-    """A result from a file, checked."""
+    """Reads a result from a file and validates it."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
 """Runs code that a model wrote: in a process of its own, with limits on time, memory and files.
 
-What confines it is `jail.py`, inside that process; what this side adds is a clock on the wall, an empty
-environment, an empty folder to be in, and nothing to read from or write to but one short answer.
+`jail.py` confines that process from inside. This side adds a wall-clock limit, an empty environment,
+an empty working folder, and no channel but one short result.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from outstride.bench import clock, jail
 from outstride.errors import OutstrideError
 
 SECONDS = 5.0
-"""Of the processor's time."""
-PATIENCE = 4.0
-"""So many times that by the clock on the wall: a program is not to blame for a busy machine."""
+"""CPU time limit."""
+WALL_CLOCK_FACTOR = 4.0
+"""The wall-clock limit in multiples of the CPU limit: a busy machine must not fail a program."""
 MEMORY = 512 << 20
 _JAIL = Path(jail.__file__)
 _ANSWER = 1000
-"""Bytes that are read of what a program says about its end."""
+"""Bytes that are read of a program's result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +33,23 @@ class Outcome:
     """How a program ended."""
 
     passed: bool
-    """It came to its end without an error."""
-    said: str
+    """Whether it ended without an error."""
+    message: str
 
 
 def ready() -> None:
-    """Raises an error where generated code cannot be confined; there it is not run at all."""
+    """Raises an error where generated code cannot be confined; it is never run unconfined."""
     if not jail.supported():
         raise OutstrideError(
-            "code that a model wrote is run only where it can be confined: Linux on x86-64 or arm64"
+            "code that a model wrote runs only where it can be confined: Linux on x86-64 or arm64"
         )
 
 
 def run(program: str, *, seconds: float = SECONDS, memory: int = MEMORY) -> Outcome:
-    """Runs a program to its end, or to that of its time."""
+    """Runs a program until it ends or exceeds its time limit."""
     ready()
     reading, writing = os.pipe()
-    end = clock.now() + PATIENCE * seconds
+    end = clock.now() + WALL_CLOCK_FACTOR * seconds
     with TemporaryDirectory() as folder, os.fdopen(reading, "rb", buffering=0) as answer:
         command = [sys.executable, "-I", "-S", "-B", str(_JAIL)]
         command += [str(max(1, round(seconds))), str(memory), str(writing)]
@@ -72,10 +72,12 @@ def run(program: str, *, seconds: float = SECONDS, memory: int = MEMORY) -> Outc
             except BrokenPipeError:
                 pass
             waited, _, _ = select.select([answer], [], [], max(0.0, end - clock.now()))
-            said = answer.read(_ANSWER).decode("utf-8", "replace") if waited else "out of time"
+            message = answer.read(_ANSWER).decode("utf-8", "replace") if waited else "out of time"
         finally:
-            os.killpg(child.pid, signal.SIGKILL)  # it is still there as long as nobody waits for it
+            os.killpg(
+                child.pid, signal.SIGKILL
+            )  # it is still there as long as nothing waits for it
             child.wait()
-    if said.startswith("open "):
-        raise OutstrideError(f"generated code is not run: it cannot be confined ({said[5:]})")
-    return Outcome(said == "done", said or "ended without a word")
+    if message.startswith("open "):
+        raise OutstrideError(f"generated code is not run: it cannot be confined ({message[5:]})")
+    return Outcome(message == "done", message or "ended without a message")

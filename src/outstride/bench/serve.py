@@ -1,7 +1,7 @@
-"""A server under load: tokens per second, and where its processor time goes.
+"""A server under load: tokens per second, and the share of its CPU time outside engine steps.
 
-It speaks HTTP and knows nothing of the server but OpenAI's API, so that any other server can be put
-under the same load. What only Outstride's own /metrics tells is added where it is there.
+It speaks HTTP and uses only OpenAI's API, so that any other server can be put under the same load.
+Figures of Outstride's own /metrics are added where they exist.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ CHUNK = 1 << 16
 
 
 @dataclass(slots=True)
-class Streamed:
+class StreamedResponse:
     """One request as its client saw it."""
 
     status: int = 0
     text: str = ""
     events: list[float] = field(default_factory=list)
-    """When each chunk arrived."""
+    """Arrival time of each chunk."""
     tokens: int = 0
     finish: str | None = None
     error: str = ""
@@ -34,7 +34,7 @@ class Streamed:
 
 
 class Client:
-    """A client of one server, as light as can be: it shares the machine with what it measures."""
+    """A minimal client of one server; it shares the machine with the server that it measures."""
 
     def __init__(self, url: str, key: str = "none") -> None:
         parts = urlsplit(url)
@@ -49,12 +49,13 @@ class Client:
         cancel_after: int | None = None,
         until: Callable[[], float] = lambda: math.inf,
         timed: bool = False,
-    ) -> Streamed:
-        """A request, streaming or not; `cancel_after` so many chunks, or `until` then, it hangs up.
+    ) -> StreamedResponse:
+        """Sends a request, streaming or not.
 
-        timed: it only matters when chunks come: what they say is not looked at.
+        It closes the connection after `cancel_after` chunks, or at the time `until` returns. timed:
+        only the arrival times of chunks are recorded; their contents are not parsed.
         """
-        found, started = Streamed(), time.perf_counter()
+        found, started = StreamedResponse(), time.perf_counter()
         data = b"" if body is None else json.dumps(body).encode()
         verb = "GET" if body is None else "POST"
         head = (
@@ -84,7 +85,7 @@ class Client:
     async def _read(
         self,
         reader: asyncio.StreamReader,
-        found: Streamed,
+        found: StreamedResponse,
         chunked: bool,
         cancel_after: int | None,
         until: Callable[[], float],
@@ -94,18 +95,18 @@ class Client:
         while True:
             if chunked:
                 size = int(await reader.readline(), 16)
-                piece = await reader.readexactly(size)
+                chunk = await reader.readexactly(size)
                 await reader.readexactly(2)
             else:
-                piece = await reader.read(CHUNK)
-            if not piece:
+                chunk = await reader.read(CHUNK)
+            if not chunk:
                 break
-            if not piece.startswith(b"data: "):
-                whole += piece
+            if not chunk.startswith(b"data: "):
+                whole += chunk
                 continue
             found.events.append(time.perf_counter())
-            if not timed or b'{"error":' in piece:
-                for line in piece.split(b"\n\n"):
+            if not timed or b'{"error":' in chunk:
+                for line in chunk.split(b"\n\n"):
                     _enter(line, found)
             enough = cancel_after is not None and len(found.events) >= cancel_after
             if enough or found.events[-1] > until():
@@ -122,14 +123,14 @@ class Client:
                     found.text = choice.get("message", {}).get("content") or choice.get("text", "")
 
     async def figures(self) -> dict[str, float]:
-        """Outstride's own figures; none from other servers."""
+        """Metrics of an Outstride server; empty for other servers."""
         found = await self.send("/metrics")
         pairs = re.findall(r"^(outstride_\w+) (\S+)$", found.text, re.MULTILINE)
         return {name: float(value) for name, value in pairs}
 
 
-def _enter(line: bytes, found: Streamed) -> None:
-    """One server-sent event."""
+def _enter(line: bytes, found: StreamedResponse) -> None:
+    """Parses one server-sent event."""
     if not line.startswith(b"data: {"):
         return
     value = json.loads(line[6:])
@@ -144,15 +145,15 @@ def _enter(line: bytes, found: Streamed) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What a server did under load."""
+class LoadResult:
+    """Results of a server under load."""
 
     requests: int
     failed: int
     tokens: int
     seconds: float
     outside: float | None
-    """Share of the server's processor time outside engine steps, if it tells."""
+    """Share of the server's CPU time outside engine steps, if it reports that."""
     chunks: int
 
     @property
@@ -172,8 +173,12 @@ class Load:
 
 
 def outside_steps(before: dict[str, float], after: dict[str, float]) -> float | None:
-    """Of the processor time between two readings, the share that was not spent in engine steps."""
-    names = ("outstride_engine_cpu_all", "outstride_http_cpu_seconds", "outstride_engine_cpu_steps")
+    """Share of the CPU time between two readings that was not spent in engine steps."""
+    names = (
+        "outstride_engine_cpu_seconds_total",
+        "outstride_http_cpu_seconds_total",
+        "outstride_engine_step_cpu_seconds_total",
+    )
     if not all(name in after and name in before for name in names):
         return None
     engine, http, steps = (after[name] - before[name] for name in names)
@@ -182,10 +187,10 @@ def outside_steps(before: dict[str, float], after: dict[str, float]) -> float | 
 
 async def load(
     client: Client, model: str, prompts: Sequence[str], *, clients: int, tokens: int, **body: Any
-) -> Load:
-    """Streaming clients, each taking the next prompt when its answer is complete."""
+) -> LoadResult:
+    """Streaming clients, each of which takes the next prompt when its answer is complete."""
     waiting = list(reversed(prompts))
-    done: list[Streamed] = []
+    done: list[StreamedResponse] = []
 
     async def one() -> None:
         while waiting:
@@ -204,7 +209,7 @@ async def load(
     before, started = await client.figures(), time.perf_counter()
     await asyncio.gather(*(one() for _ in range(clients)))
     seconds, after = time.perf_counter() - started, await client.figures()
-    return Load(
+    return LoadResult(
         requests=len(done),
         failed=sum(item.status != 200 or bool(item.error) for item in done),
         tokens=sum(item.tokens for item in done),

@@ -1,7 +1,8 @@
-"""Soaking a server: many clients for some minutes, doing what clients do, and a look at what is left.
+"""A soak test: many clients for some minutes with mixed requests, and a check of what is left.
 
-Every request must have exactly one answer, of a kind that it deserved; afterwards nothing may run on,
-no page be lost, memory not have grown, and answers given in the crowd must be those given alone.
+Every request must get exactly one response, of the expected kind. Afterwards no request may be
+running, no page may be lost, memory must not have grown, and answers under load must equal those
+given alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outstride import registry
-from outstride.bench.serve import Client, Streamed
+from outstride.bench.serve import Client, StreamedResponse
 from outstride.core.contracts import Exactness
 
 PATH = "/v1/chat/completions"
@@ -46,8 +47,8 @@ SCHEMA = {
 
 
 @dataclass(slots=True)
-class Soaked:
-    """What came of it."""
+class SoakReport:
+    """Results of a soak test."""
 
     asked: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -55,7 +56,7 @@ class Soaked:
     """What should not have happened; empty if all went well."""
     kept: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)
-    """(seconds, bytes that the engine held)."""
+    """(seconds, resident bytes of the engine)."""
     compared: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,9 +73,9 @@ class Soaked:
 def _request(
     numbers: random.Random, model: str, methods: Sequence[str]
 ) -> tuple[str, dict[str, Any]]:
-    """A kind of request, and one of that kind."""
+    """A random kind of request and its body."""
     kind = numbers.choices(
-        ("plain", "stream", "shape", "cancel", "malformed"), (30, 35, 15, 12, 8)
+        ("plain", "stream", "schema", "cancel", "malformed"), (30, 35, 15, 12, 8)
     )[0]
     text = " ".join(numbers.choice(WORDS) for _ in range(numbers.randrange(1, 120)))
     body: dict[str, Any] = {
@@ -88,7 +89,7 @@ def _request(
         "stream": kind in ("stream", "cancel"),
         "outstride": {"method": numbers.choice(methods)},
     }
-    if kind == "shape":
+    if kind == "schema":
         body |= {"max_tokens": 60, "n": 1, "response_format": _FORMAT}
     if kind == "malformed":
         body |= numbers.choice(
@@ -107,8 +108,8 @@ def _request(
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
-def _judge(kind: str, found: Streamed) -> tuple[str, str | None]:
-    """How a request ended, and what is wrong with that."""
+def _judge(kind: str, found: StreamedResponse) -> tuple[str, str | None]:
+    """The outcome of a request, and what is wrong with it."""
     outcome = f"{kind}: {found.finish or found.status}"
     if found.status == 429:
         return "refused", None
@@ -116,13 +117,13 @@ def _judge(kind: str, found: Streamed) -> tuple[str, str | None]:
         return outcome, None if found.status == 400 else f"malformed got {found.status}"
     if found.status != 200 or found.error:
         return outcome, f"{kind} got {found.status} {found.error} {found.text[:200]}"
-    if kind == "shape" and found.finish == "stop":
+    if kind == "schema" and found.finish == "stop":
         try:
             json.loads(found.text)
         except ValueError:
             return outcome, f"not JSON: {found.text!r}"
-    if kind == "shape" and found.finish != "stop":
-        return outcome, f"a shape was cut: {found.text!r}"
+    if kind == "schema" and found.finish != "stop":
+        return outcome, f"a structured output was cut off: {found.text!r}"
     if found.finish is None:
         return outcome, f"{kind} has no end"
     return outcome, None
@@ -137,10 +138,10 @@ async def soak(
     seconds: float = 300.0,
     compare: int = 100,
     seed: int = 0,
-) -> Soaked:
-    """Puts a server under load for a while and looks at what is left."""
+) -> SoakReport:
+    """Puts a server under load for a while and checks what is left."""
     registry.discover()
-    found, end = Soaked(), time.monotonic() + seconds
+    found, end = SoakReport(), time.monotonic() + seconds
     started = time.monotonic()
 
     async def one(number: int) -> None:
@@ -154,7 +155,7 @@ async def soak(
             found.outcomes[outcome] += 1
             if wrong:
                 found.wrong.append(wrong)
-            elif kind in ("plain", "shape") and answer.status == 200 and _sole(body):
+            elif kind in ("plain", "schema") and answer.status == 200 and _sole(body):
                 found.kept.append((body, answer.text))
             if outcome == "refused":
                 await asyncio.sleep(0.2)
@@ -163,9 +164,9 @@ async def soak(
         while time.monotonic() < end:
             await asyncio.sleep(min(5.0, seconds / 10))
             figures = await client.figures()
-            if "outstride_engine_rss" in figures:
+            if "outstride_engine_resident_memory_bytes" in figures:
                 now = time.monotonic() - started
-                found.memory.append((now, figures["outstride_engine_rss"]))
+                found.memory.append((now, figures["outstride_engine_resident_memory_bytes"]))
 
     await asyncio.gather(watch(), *(one(number) for number in range(clients)))
     if found.asked != sum(found.outcomes.values()):
@@ -176,32 +177,32 @@ async def soak(
 
 
 def _sole(body: dict[str, Any]) -> bool:
-    """Whether there is one answer that a request must have."""
+    """Whether the answer of a request is determined."""
     entry, _ = registry.parse(body["outstride"]["method"])
     return body["n"] == 1 and entry.exactness is Exactness.EXACT
 
 
-async def _compare(client: Client, found: Soaked, count: int, numbers: random.Random) -> None:
-    """Exact answers given in the crowd against what they are exact to, given alone."""
+async def _compare(client: Client, found: SoakReport, count: int, numbers: random.Random) -> None:
+    """Compares exact answers under load with answers of their baseline given alone."""
     for body, text in numbers.sample(found.kept, min(count, len(found.kept))):
         method = body["outstride"]["method"]
         baseline = {"outstride": {"method": registry.baseline(method)}}
         alone = await client.send(PATH, {**body, **baseline})
         found.compared += 1
         if alone.text != text:
-            found.wrong.append(f"{method} said {text!r} in company, {alone.text!r} alone")
+            found.wrong.append(f"{method} answered {text!r} under load and {alone.text!r} alone")
 
 
-async def _leftovers(client: Client, found: Soaked) -> None:
-    """Nothing runs, no page is lost, the cache agrees with itself, memory has not grown."""
+async def _leftovers(client: Client, found: SoakReport) -> None:
+    """Checks that nothing runs, no page is lost, the cache is consistent and memory has not grown."""
     figures = await client.figures()
     for name, wanted in (
-        ("outstride_answers_open", 0.0),
-        ("outstride_engine_running", 0.0),
-        ("outstride_engine_waiting", 0.0),
-        ("outstride_engine_intact", 1.0),
+        ("outstride_num_requests_in_flight", 0.0),
+        ("outstride_num_requests_running", 0.0),
+        ("outstride_num_requests_waiting", 0.0),
+        ("outstride_kv_cache_consistent", 1.0),
         ("outstride_engine_restarts_total", 0.0),
-        ("outstride_engine_pages_free", figures.get("outstride_engine_pages", 0.0)),
+        ("outstride_kv_cache_pages_free", figures.get("outstride_kv_cache_pages", 0.0)),
     ):
         if figures.get(name) != wanted:
             found.wrong.append(f"{name} is {figures.get(name)}, not {wanted}")

@@ -1,8 +1,9 @@
-"""What one pass of the target costs: against nodes, against cached length, against sequences.
+"""The cost of one pass of the target: by nodes, by cached length, by number of sequences.
 
-This curve decides how much speculation can pay: a draft is worth its nodes only as long as a pass
-over them costs little more than a pass over one. The passes here are the engine's own kind: tables
-and slots come from the pool, entries are made by real passes, and the head sees every drafted node.
+This curve decides how much speculation can pay: a draft is worth its nodes only while a pass over
+them costs little more than a pass over one node. The passes here are the engine's own kind: block
+tables and slots come from the pool, the KV comes from real passes, and the LM head scores every
+drafted node.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import numpy as np
 
 from outstride.bench import clock
 from outstride.bench.clock import Series
-from outstride.bench.harness import Watch
-from outstride.core.contracts import Work
+from outstride.bench.harness import ProgressCounter
+from outstride.core.contracts import PassInput
 from outstride.core.graph import chain
 from outstride.core.proposal import TARGET, Proposal, Wants
-from outstride.core.sequence import Table
-from outstride.engine.passes import Passes
+from outstride.core.sequence import BlockTable
+from outstride.engine.model_runner import ModelRunner
 from outstride.errors import InvalidParams, OutOfMemory
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -30,28 +31,28 @@ LENGTHS = (0, 128, 512, 1024, 2048)
 SEQUENCES = (1, 4, 16)
 CACHED = 128
 CHUNK = 256
-"""How many tokens a pass reads while the cache is being filled."""
+"""Tokens per pass while the KV cache is being filled."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCase:
-    """One kind of pass: so many nodes for each of so many sequences behind so many entries."""
+    """One kind of pass: nodes per sequence, number of sequences, cached tokens before them."""
 
     sweep: str
-    """Which table it belongs to: nodes, cached or sequences."""
+    """The table that it belongs to: nodes, cached or sequences."""
     nodes: int
     cached: int
     sequences: int = 1
 
     @property
     def value(self) -> int:
-        """What varies within its sweep."""
+        """The value that varies within its sweep."""
         return int(getattr(self, self.sweep))
 
 
 @dataclass(slots=True)
 class StepReport:
-    """Durations by case; cases that the model or its cache has no room for, with the reason."""
+    """Durations by case; and cases that do not fit the context or the KV cache, with the reason."""
 
     series: dict[StepCase, Series] = field(default_factory=dict)
     skipped: dict[StepCase, str] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class StepReport:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """Milliseconds (medians) by sweep and what varies in it."""
+        """Median milliseconds by sweep and by the value that varies."""
         found: dict[str, Any] = {"milliseconds": {}}
         for case, series in self.series.items():
             sweep = found["milliseconds"].setdefault(case.sweep, {})
@@ -100,26 +101,26 @@ def cases(
     ]
 
 
-class Bed:
-    """Tables with real entries in them, and passes over them."""
+class PassBench:
+    """Block tables with real KV, and passes over them."""
 
-    def __init__(self, passes: Passes, seed: int, watch: Watch) -> None:
+    def __init__(self, passes: ModelRunner, seed: int, watch: ProgressCounter) -> None:
         self._passes = passes
         self._model = passes.models[TARGET]
         self._pool = passes.pools[TARGET]
         self._random = np.random.default_rng(seed)
         self._watch = watch
-        self._all: list[Table] = []
-        self._single: dict[int, Table] = {}
-        self._crowds: dict[int, list[Table]] = {}
+        self._all: list[BlockTable] = []
+        self._single: dict[int, BlockTable] = {}
+        self._batched: dict[int, list[BlockTable]] = {}
 
-    # --- making entries ---------------------------------------------------------------------------
+    # --- filling the KV cache ---------------------------------------------------------------------
 
     def prepare(self, wanted: Sequence[StepCase]) -> None:
-        """Tables for all cases, as far as there is room.
+        """Fills block tables for all cases, as far as there are pages.
 
-        Single tables of several lengths are cut from one long one. Sequences that share a pass have
-        entries of their own, as strangers' requests do.
+        Single tables of several lengths are forked from one long table. Sequences that share a pass
+        have KV of their own, as unrelated requests do.
         """
         for case in sorted(wanted, key=lambda c: -c.cached):
             if self.tables(case) is None and case.sequences == 1:
@@ -134,30 +135,30 @@ class Bed:
                 self.tables(case) is None
                 and (opened := self._open(case.sequences, case.cached)) is not None
             ):
-                self._crowds[case.cached] = opened
+                self._batched[case.cached] = opened
 
-    def tables(self, case: StepCase) -> list[Table] | None:
-        """The tables of a case, if it has any."""
+    def tables(self, case: StepCase) -> list[BlockTable] | None:
+        """The block tables of a case, or None."""
         if case.sequences == 1:
             single = self._single.get(case.cached)
             return None if single is None else [single]
-        crowd = self._crowds.get(case.cached, [])
-        return crowd[: case.sequences] if len(crowd) >= case.sequences else None
+        tables = self._batched.get(case.cached, [])
+        return tables[: case.sequences] if len(tables) >= case.sequences else None
 
-    def _open(self, count: int, entries: int) -> list[Table] | None:
+    def _open(self, count: int, entries: int) -> list[BlockTable] | None:
         if count * (self._pool.pages_for(entries) + 1) > self._pool.available:
             return None
-        tables = [Table() for _ in range(count)]
+        tables = [BlockTable() for _ in range(count)]
         self._all += tables
         chunk = max(1, CHUNK // count)
         self._watch.expected += -(-entries // chunk)
         while (left := entries - len(tables[0])) > 0:
             self._grow(tables, min(left, chunk))
-            self._watch.tick()
+            self._watch.advance()
         return tables
 
-    def _grow(self, tables: Sequence[Table], nodes: int) -> None:
-        """Reads random tokens and keeps their entries."""
+    def _grow(self, tables: Sequence[BlockTable], nodes: int) -> None:
+        """Prefills random tokens and keeps their KV."""
         work = self._work(tables, nodes, nodes, Wants(nodes=()))
         self._model.forward(work).wait()
         for item in work:
@@ -171,29 +172,31 @@ class Bed:
     # --- passes -----------------------------------------------------------------------------------
 
     def obstacle(self, case: StepCase) -> str | None:
-        """Why a case cannot be run, if it cannot."""
+        """Why a case cannot run, or None."""
         if case.cached + case.nodes > self._model.context:
             return f"the model's context holds {self._model.context}"
         pages = case.sequences * (self._pool.pages_for(case.nodes) + 1)  # one may be copied
         if self.tables(case) is None or pages > self._pool.available:
-            return "the cache has too few pages"
+            return "the KV cache has too few pages"
         return None
 
-    def _work(self, tables: Sequence[Table], nodes: int, given: int, wants: Wants) -> list[Work]:
+    def _work(
+        self, tables: Sequence[BlockTable], nodes: int, given: int, wants: Wants
+    ) -> list[PassInput]:
         found = []
         for table in tables:
             moves = self._pool.reserve(table, nodes)
             if moves is None:
-                raise OutOfMemory(f"the cache has no room for {nodes} more entries")
+                raise OutOfMemory(f"the KV cache has too few pages for {nodes} more tokens")
             self._passes.move(TARGET, moves)
             tokens = self._random.integers(self._model.vocab_size, size=nodes)
             proposal = Proposal(chain(tokens, len(table)), given=given, wants=wants)
-            found.append(Work(proposal, table, self._pool.slots(table, nodes)))
+            found.append(PassInput(proposal, table, self._pool.slots(table, nodes)))
         return found
 
     @contextmanager
     def once(self, case: StepCase) -> Iterator[Callable[[], object]]:
-        """One pass to be timed; its entries are dropped again."""
+        """One pass to time; its KV is dropped again."""
         work = self._work(self.tables(case) or (), case.nodes, 1, Wants())
         yield lambda: self._model.forward(work).wait()
         for item in work:
@@ -201,7 +204,7 @@ class Bed:
 
 
 def measure(
-    passes: Passes,
+    passes: ModelRunner,
     wanted: Sequence[StepCase],
     *,
     repeat: int = 7,
@@ -214,11 +217,11 @@ def measure(
     report = StepReport() if report is None else report
     if repeat < 1 or warmups < 0:
         raise InvalidParams("repeat must be at least 1")
-    if passes.visions[TARGET].block is not None:
-        raise InvalidParams("bench step times chains, which only causal models read")
-    watch = Watch(progress)
+    if passes.patterns[TARGET].block is not None:
+        raise InvalidParams("bench step times chains of nodes, which need a causal model")
+    watch = ProgressCounter(progress)
     watch.expected = len(wanted) * (repeat + warmups)
-    bed = Bed(passes, seed, watch)
+    bed = PassBench(passes, seed, watch)
     try:
         context = passes.models[TARGET].context
         bed.prepare([case for case in wanted if case.cached + case.nodes <= context])
@@ -226,7 +229,7 @@ def measure(
         report.skipped |= skipped
         watch.expected -= len(skipped) * (repeat + warmups)
         runs = {case: partial(bed.once, case) for case in wanted if case not in skipped}
-        clock.in_turns(runs, repeat=repeat, warmups=warmups, tick=watch.tick, into=report.series)
+        clock.in_turns(runs, repeat=repeat, warmups=warmups, tick=watch.advance, into=report.series)
     finally:
         bed.close()
     return report

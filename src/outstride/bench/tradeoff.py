@@ -1,8 +1,7 @@
 """The plot of `bench parallel`: exact match against tokens per pass, as one SVG file.
 
-It is written by hand, needs nothing to be looked at but a browser, and follows its light or dark
-theme. In the large panel each policy is a number, explained beside it; the small ones show the same
-policies task by task.
+The SVG has no dependencies and follows the browser's light or dark theme. In the large panel each
+policy is a number with a legend next to it; the small panels show the same policies task by task.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from outstride.bench.parallel import ParallelReport, Total
+from outstride.bench.parallel import ParallelReport, PolicyTotal
 
 _STYLE = """
 svg { --paper: #fff; --ink: #1c2330; --soft: #667085; --grid: #e4e7ec; --exact: #1668c7;
@@ -39,32 +38,32 @@ _TICK = 10
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """A place on the page with its two scales."""
+    """A panel with its two scales."""
 
     left: float
     top: float
     width: float
     height: float
-    most: float
+    max_tokens_per_pass: float
     """Tokens per pass at the right edge."""
-    least: float
+    min_match: float
     """Exact match at the lower edge."""
 
     def x(self, tokens: float) -> float:
-        return self.left + self.width * tokens / self.most
+        return self.left + self.width * tokens / self.max_tokens_per_pass
 
     def y(self, match: float) -> float:
-        return self.top + self.height * (100 - match) / (100 - self.least)
+        return self.top + self.height * (100 - match) / (100 - self.min_match)
 
     def frame(self, step: float, *, marks: int) -> list[str]:
-        """Grid lines with their figures."""
+        """Grid lines with labels."""
         parts = []
-        for i in range(int(self.most / step) + 1):
+        for i in range(int(self.max_tokens_per_pass / step) + 1):
             x = self.x(i * step)
             parts.append(_line(x, self.top, x, self.top + self.height, "grid"))
             parts.append(_text(x, self.top + self.height + 14, f"{i * step:g}", "soft mid"))
         for i in range(marks + 1):
-            value = self.least + (100 - self.least) * i / marks
+            value = self.min_match + (100 - self.min_match) * i / marks
             parts.append(
                 _line(self.left, self.y(value), self.left + self.width, self.y(value), "grid")
             )
@@ -88,7 +87,7 @@ def _dot(x: float, y: float, radius: float, kind: str, title: str) -> str:
 
 
 def _apart(points: Sequence[tuple[float, float]], panel: _Panel) -> list[tuple[float, float]]:
-    """The same points, moved until no two bubbles cover each other."""
+    """The same points, moved until no two bubbles overlap."""
     places = [list(point) for point in points]
     reach = 2 * _RADIUS + 1.5
     for _ in range(400):
@@ -115,9 +114,11 @@ def _apart(points: Sequence[tuple[float, float]], panel: _Panel) -> list[tuple[f
     return [(x, y) for x, y in places]
 
 
-def _main(totals: Sequence[Total], panel: _Panel) -> list[str]:
-    """Every policy as a numbered bubble; a line leads from a moved one to where it belongs."""
-    parts = panel.frame(_step(panel.most), marks=round((100 - panel.least) / _TICK))
+def _main(totals: Sequence[PolicyTotal], panel: _Panel) -> list[str]:
+    """Every policy as a numbered bubble; a line connects a moved bubble with its true place."""
+    parts = panel.frame(
+        _step(panel.max_tokens_per_pass), marks=round((100 - panel.min_match) / _TICK)
+    )
     parts.append(_text(panel.left, panel.top - 22, "Mean over all tasks: exact match, %", "name"))
     parts.append(
         _text(
@@ -140,7 +141,7 @@ def _main(totals: Sequence[Total], panel: _Panel) -> list[str]:
     return parts
 
 
-def _legend(totals: Sequence[Total], left: float, top: float) -> list[str]:
+def _legend(totals: Sequence[PolicyTotal], left: float, top: float) -> list[str]:
     columns = ((300, "exact match"), (372, "tokens/pass"), (440, "x fewer"))
     parts = [_text(left + at, top - 4, name, "soft end") for at, name in columns]
     for number, total in enumerate(totals, start=1):
@@ -158,15 +159,17 @@ def _legend(totals: Sequence[Total], left: float, top: float) -> list[str]:
     return parts
 
 
-def _dots(report: ParallelReport, totals: Sequence[Total], task: str, panel: _Panel) -> list[str]:
-    """A task's policies as dots; those that stand alone, or nearly, are named by their numbers."""
+def _dots(
+    report: ParallelReport, totals: Sequence[PolicyTotal], task: str, panel: _Panel
+) -> list[str]:
+    """A task's policies as dots; isolated dots are labelled with their numbers."""
     parts: list[str] = []
     spots: dict[tuple[int, int], list[int]] = {}
     for number, total in enumerate(totals, start=1):
         line = report.lines[total.policy, task]
         x, y = panel.x(line.tokens_per_pass), panel.y(line.match)
-        told = f"{total.policy}: {line.match:.1f}%, {line.tokens_per_pass:.2f} tokens per pass"
-        parts.append(_dot(x, y, 4, total.exactness, told))
+        title = f"{total.policy}: {line.match:.1f}%, {line.tokens_per_pass:.2f} tokens per pass"
+        parts.append(_dot(x, y, 4, total.exactness, title))
         near = (s for s in spots if abs(s[0] - x) < 14 and abs(s[1] - y) < 9)
         spots.setdefault(next(near, (round(x), round(y))), []).append(number)
     for (x, y), numbers in spots.items():
@@ -175,16 +178,16 @@ def _dots(report: ParallelReport, totals: Sequence[Total], task: str, panel: _Pa
     return parts
 
 
-def _step(most: float) -> float:
-    return 1 if most <= 8 else 2 if most <= 16 else 4
+def _step(max_value: float) -> float:
+    return 1 if max_value <= 8 else 2 if max_value <= 16 else 4
 
 
 def svg(report: ParallelReport, title: str) -> str:
-    """The whole page."""
+    """The whole SVG."""
     totals = report.totals()
-    least = max(0.0, min(t.match for t in totals) // _TICK * _TICK - _TICK)
-    most = math.ceil(max(t.tokens_per_pass for t in totals) + 0.3)
-    main = _Panel(62, 108, 430, max(300.0, 18.0 * len(totals)), most, least)
+    min_match = max(0.0, min(t.match for t in totals) // _TICK * _TICK - _TICK)
+    max_tokens_per_pass = math.ceil(max(t.tokens_per_pass for t in totals) + 0.3)
+    main = _Panel(62, 108, 430, max(300.0, 18.0 * len(totals)), max_tokens_per_pass, min_match)
     per_row = 5
     width = (_WIDTH - 2 * _MARGIN) / per_row
     top = main.top + main.height + 84

@@ -1,44 +1,48 @@
-"""`certainty`: a masked model is taught to be sure of many of its own tokens at once."""
+"""`certainty`: a masked model is fine-tuned to be confident of many of its own tokens at once."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional as fn
 
-from outstride.train.recipe import Measured, recipe
+from outstride.train.corpus_files import TrainingRows
+from outstride.train.full_finetune import FullFinetuneRecipe
+from outstride.train.recipe import Measurement, recipe
 from outstride.train.target import Target
 from outstride.train.unmasking import (
     Canvases,
-    Manner,
-    Written,
-    above,
+    FinishedCanvases,
+    MaskedDecoding,
     agreement,
-    numbers_of,
-    surest,
+    at_least,
+    most_confident,
+    rows_by_key,
     write,
 )
-from outstride.train.whole import Whole
-from outstride.train.words import Rows
 
 _TEXTS = 48
 """Held-out texts that are measured."""
 
 
 @recipe("certainty")
-class Certainty(Whole):
-    """Distils a masked model towards few passes: it learns its own finished texts from early canvases.
+class CertaintyRecipe(FullFinetuneRecipe):
+    """Distills a masked model towards few passes: it learns its own finished texts from early
+    canvases.
 
-    The model writes the answers once, one token per pass. Canvases as they stood before a random one
-    of these passes are shown to it again, and it learns the token that each mask became; where it
-    guesses that token already, it also learns to be certain of it. It is the model itself that
-    changes: other weights, other texts. Of the words only the prompts and the lengths are used.
+    The model first writes the answers, one token per pass. Canvases from before a random one of
+    these passes are shown to it again, and it learns the final token of each mask. Where its argmax
+    is that token already, the entropy of its distribution is minimized as well. This fine-tunes the
+    model itself: other weights, other texts. Only the prompts and the answer lengths of the corpus
+    are used.
 
-    forcing: the weight of certainty beside being right. heat: the temperature at which certainty is
-    measured: the lower, the more the doubtful positions count. early: the share of canvases with
-    nothing of the answer on them. texts: so many are written to learn from.
-    threshold: the probability at which tokens are settled when it is measured.
+    forcing: weight of the entropy loss. heat: temperature at which the entropy is measured; at lower
+    ones, uncertain positions count more. early: share of canvases without any token of the answer.
+    texts: number of texts that the model writes to learn from. threshold: confidence at which tokens
+    are settled in the measurement.
 
-    Paper: dParallel (Chen et al., 2025); distillation over blocks as in D2F (Wang et al., 2025)
+    Paper: the loss of dParallel (Chen et al., 2025): self-distillation on the model's own trajectory
+      and certainty forcing. Of D2F (Wang et al., 2025) only that the loss covers one block; neither its
+      conversion to a block-causal model nor its pipelined blocks
     Makes: the model itself, for threshold and its like
     """
 
@@ -56,53 +60,57 @@ class Certainty(Whole):
             raise ValueError("needs forcing of 0 or more, heat above 0 and early from 0 to 1")
         if texts < 1 or not 0 < threshold <= 1:
             raise ValueError("needs texts of 1 or more and threshold above 0 and up to 1")
-        self.manner = Manner.of(target)
+        self.decoding = MaskedDecoding.of(target)
         super().__init__(target)
         self.forcing, self.heat, self.early = forcing, heat, early
         self.texts, self.threshold = texts, threshold
-        self._written: Written | None = None
+        self._written: FinishedCanvases | None = None
         self._keys = self._limits = torch.empty(0, dtype=torch.long)
-        self._plain: Written | None = None
+        self._plain: FinishedCanvases | None = None
 
-    def prepare(self, rows: Rows) -> None:
-        """Writes the answers with the model as it is."""
+    def prepare(self, rows: TrainingRows) -> None:
+        """Writes the answers with the unchanged model."""
         rows = rows.take(slice(self.texts)).to(self.target.device)
         rows = rows.take(rows.keys.argsort())
         self._keys, self._limits = rows.keys, rows.stops
-        self._written = write(self.teacher, self.manner, rows, surest)
+        self._written = write(self.teacher, self.decoding, rows, most_confident)
 
-    def loss(self, rows: Rows, numbers: torch.Generator) -> torch.Tensor:
-        """Being right and being certain, at the masks of the block in work."""
+    def loss(self, rows: TrainingRows, numbers: torch.Generator) -> torch.Tensor:
+        """Cross-entropy and entropy, at the masks of the current block."""
         canvas, final = self._canvases(rows, numbers)
         work = canvas.work()
-        states = canvas.states(self.reader, work)
-        losses = self.reader.over(states, self._losses, final[work])
+        hidden = canvas.hidden_states(self.student, work)
+        losses = self.student.map_logits(hidden, self._losses, final[work])
         counts = work.sum(1, keepdim=True).clamp(min=1).expand_as(work)[work]
         return (losses / counts).sum() / work.any(1).sum().clamp(min=1)
 
-    def _canvases(self, rows: Rows, numbers: torch.Generator) -> tuple[Canvases, torch.Tensor]:
-        """Canvases of random moments, and what became of them."""
+    def _canvases(
+        self, rows: TrainingRows, numbers: torch.Generator
+    ) -> tuple[Canvases, torch.Tensor]:
+        """Canvases before random passes, and their final tokens."""
         written = self._written
         assert written is not None
-        text = numbers_of(rows.keys, self._keys)
-        some = Written(written.tokens[text], written.times[text], written.passes[text])
+        text = rows_by_key(rows.keys, self._keys)
+        some = FinishedCanvases(written.tokens[text], written.times[text], written.passes[text])
         draws = torch.rand(2, len(text), generator=numbers, device=text.device)
         moments = (draws[0] * some.passes).long()
         moments = torch.where(draws[1] < self.early, 0, moments)
-        return Canvases.at(self.manner, some, self._limits[text], moments), some.tokens
+        return Canvases.at(self.decoding, some, self._limits[text], moments), some.tokens
 
     def _losses(self, logits: torch.Tensor, final: torch.Tensor) -> torch.Tensor:
         right = fn.cross_entropy(logits, final, reduction="none")
         shares = (logits / self.heat).log_softmax(-1)
-        doubt = -(shares.exp() * shares).sum(-1)
+        entropy = -(shares.exp() * shares).sum(-1)
         agreed = logits.argmax(-1) == final
-        return right + self.forcing * doubt * agreed
+        return right + self.forcing * entropy * agreed
 
     @torch.no_grad()
-    def measure(self, held: Rows) -> Measured:
-        """Tokens per pass with a threshold, and how many are those of the original's single steps."""
+    def measure(self, held: TrainingRows) -> Measurement:
+        """Tokens per pass with a threshold, and how many tokens equal those of the original's single
+        steps.
+        """
         rows = held.take(slice(_TEXTS)).to(self.target.device)
         if self._plain is None:
-            self._plain = write(self.teacher, self.manner, rows, surest)
-        found = write(self.reader, self.manner, rows, above(self.threshold))
-        return Measured(found.tokens_per_pass, figures=agreement(found, self._plain))
+            self._plain = write(self.teacher, self.decoding, rows, most_confident)
+        found = write(self.student, self.decoding, rows, at_least(self.threshold))
+        return Measurement(found.tokens_per_pass, figures=agreement(found, self._plain))

@@ -1,6 +1,6 @@
-"""What a training leaves on disk: the checkpoint that it goes on from, and the result.
+"""Files of a training run: the checkpoint that it resumes from, and the result.
 
-Every file is written beside its place and renamed. Whatever happens, the last good one is whole.
+Every file is written under a temporary name and renamed. The last good one is always whole.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from outstride.errors import InvalidData
-from outstride.train.words import replacing
+from outstride.train.corpus_files import replacing
 
-RECIPE, CONFIG, MODEL, PICTURE = "recipe.json", "config.json", "model.safetensors", "loss.svg"
+RECIPE, CONFIG, MODEL, LOSS_PLOT = "recipe.json", "config.json", "model.safetensors", "loss.svg"
 VERSION = 1
 _LAST = "checkpoint/last.safetensors"
 _LARGE = 1 << 16
-"""Entries from which on a matrix may be stored in 8 bits."""
+"""Smallest number of elements of a matrix that is stored in 8 bits."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(slots=True)
-class Progress:
-    """How far a run is."""
+class TrainingProgress:
+    """Progress of a run."""
 
     step: int = 0
     steps: int = 0
     losses: list[float] = field(default_factory=list)
     measured: list[dict[str, Any]] = field(default_factory=list)
-    """What was measured, each with its step."""
+    """Measurements, each with its step."""
     seconds: float = 0.0
 
 
 def save(
     folder: Path,
     identity: Mapping[str, Any],
-    progress: Progress,
+    progress: TrainingProgress,
     weights: Mapping[str, torch.Tensor],
     optimizer: torch.optim.AdamW,
     numbers: torch.Generator,
 ) -> None:
-    """Keeps all that a run needs to go on as if nothing had happened."""
+    """Saves everything that a run needs to resume exactly."""
     tensors = {f"weight.{name}": value.detach() for name, value in weights.items()}
     for name, value in weights.items():
         for moment in _MOMENTS:
@@ -75,8 +75,8 @@ def restore(
     weights: Mapping[str, torch.Tensor],
     optimizer: torch.optim.AdamW,
     numbers: torch.Generator,
-) -> Progress | None:
-    """Puts everything back as it was, if there is a checkpoint of the same run."""
+) -> TrainingProgress | None:
+    """Restores a run from a checkpoint of the same run; None if there is no checkpoint."""
     place = folder / _LAST
     if not place.is_file():
         return None
@@ -86,7 +86,7 @@ def restore(
             same_run(folder, json.loads(about["identity"]), identity)
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         step = int(about["step"])
-        progress = Progress(
+        progress = TrainingProgress(
             step=step,
             steps=int(about["steps"]),
             losses=found["losses"].tolist(),
@@ -112,12 +112,12 @@ def restore(
 
 
 def forget(folder: Path) -> None:
-    """Removes the checkpoint of a run that is over."""
+    """Removes the checkpoint of a finished run."""
     shutil.rmtree((folder / _LAST).parent, ignore_errors=True)
 
 
 def same_run(folder: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuses to go on with something else than was begun."""
+    """Raises an error if a folder holds a different run."""
     for key in sorted({*was, *now}):
         if isinstance(was.get(key), dict) and isinstance(now.get(key), dict):
             same_run(folder, was[key], now[key])
@@ -132,29 +132,29 @@ def same_run(folder: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> No
 
 
 def finished(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The recipe file of a folder in which this run is over already; another one there is an error."""
+    """The recipe file of a folder in which this run has finished; a different run there is an error."""
     if not (folder / MODEL).is_file():
         return None
     try:
-        said = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
-        was = said["run"]
+        about = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
+        was = about["run"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidData(
             f"{folder} holds a {MODEL} that did not come from here; choose another folder"
         ) from error
     same_run(folder, was, identity)
-    return dict(said)
+    return dict(about)
 
 
 def write_json(place: Path, value: Mapping[str, Any]) -> None:
-    """A JSON file, whole or not at all."""
+    """Writes a JSON file atomically."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with replacing(place) as fresh:
         fresh.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def packed(tensors: Mapping[str, torch.Tensor], *, int8: bool) -> dict[str, torch.Tensor]:
-    """Tensors as they are stored: in half precision, large matrices in 8 bits with a scale per row."""
+    """Tensors as they are stored: float16, large matrices in int8 with a scale per row if `int8`."""
     stored: dict[str, torch.Tensor] = {}
     for name, value in tensors.items():
         value = value.detach().cpu()
@@ -176,7 +176,7 @@ def write_model(
     *,
     int8: bool,
 ) -> int:
-    """config.json and model.safetensors; how many bytes the latter has."""
+    """Writes config.json and model.safetensors; returns the bytes of the latter."""
     write_json(folder / CONFIG, config)
     with replacing(folder / MODEL) as fresh:
         save_file(packed(tensors, int8=int8), fresh, {"format": "pt"})

@@ -1,7 +1,7 @@
-"""Who writes which text of a corpus, and when it is enough: one process or several, one folder.
+"""Writes a corpus with one process or several: which process writes which text, and when to stop.
 
-Numbers are handed out in order and texts come back in any; they are put in order again before they go
-to disk. So what is written is always the first so many texts of one corpus that the order defines.
+Numbers are assigned in order and texts finish in any order; they are sorted again before they are
+written. So a folder always holds the first n texts of the one corpus that its spec defines.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from typing import Any
 from outstride.errors import InvalidParams, OutstrideError
 from outstride.llm import LLM
 from outstride.models.load import PAGE_SIZE, load
-from outstride.train.patience import patient
-from outstride.train.words import Text, Words
-from outstride.train.write import Order, Scribe
+from outstride.train.corpus_files import Corpus, CorpusText
+from outstride.train.generate_data import CorpusGenerator, CorpusSpec
+from outstride.train.interrupt import deferred_interrupt
 
 PER_SHARD = 512
-"""Texts of a shard, but for the last one."""
-HEAD = 128
-"""So many sequences a process on a card serves well: it scores no more rows at once."""
-HOPELESS = 1000
-"""Prompts in a row that may be of no use."""
-Say = Callable[["Standing"], None]
+"""Texts of a shard, except the last one."""
+SEQUENCES_PER_PROCESS = 128
+"""Largest useful number of sequences per process on a GPU: it scores no more rows at once."""
+MAX_UNUSABLE = 1000
+"""Consecutive unusable prompts after which writing fails."""
+Say = Callable[["CorpusProgress"], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How far it is."""
+class CorpusProgress:
+    """Progress of writing."""
 
     texts: int
     tokens: int
-    """Of answers, in all."""
+    """Answer tokens in the folder."""
     rate: float
     """Tokens per second of this run."""
     share: float
-    """Of what was asked for."""
+    """Share of the goal that is done."""
     left: float
-    """Seconds, about."""
+    """Estimated seconds left."""
     ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
-    """When it is enough: so many tokens of answers in the folder, or so many minutes of this run."""
+class CorpusGoal:
+    """When to stop: a number of answer tokens in the folder, or a number of minutes of this run."""
 
     tokens: int | None = None
     minutes: float | None = None
@@ -61,61 +61,61 @@ class Goal:
 
 
 @dataclass(slots=True)
-class Desk:
-    """Puts finished texts in order, drops those whose prompt was there, and writes shards."""
+class CorpusWriter:
+    """Sorts finished texts, drops those with a known prompt, and writes shards."""
 
-    words: Words
-    goal: Goal
-    say: Say
+    corpus: Corpus
+    goal: CorpusGoal
+    show: Say
     next: int = 0
-    """The number behind all that are decided."""
+    """The first number that is not decided."""
     tokens: int = 0
     texts: int = 0
     dropped: int = 0
     full: bool = False
-    _early: dict[int, Text | None] = field(default_factory=dict)
-    """Texts that are done although one before them is not."""
-    _shard: list[Text] = field(default_factory=list)
+    _out_of_order: dict[int, CorpusText | None] = field(default_factory=dict)
+    """Texts that finished before one with a lower number."""
+    _shard: list[CorpusText] = field(default_factory=list)
     _seen: set[tuple[int, ...]] = field(default_factory=set)
     _began: float = field(default_factory=time.monotonic)
-    _told: float = 0.0
-    _at: int = 0
-    """Tokens that were there when this run began."""
-    _fresh: int = 0
-    """Tokens that came in during this run, in order or not."""
+    _reported: float = 0.0
+    _initial_tokens: int = 0
+    """Tokens in the folder at the start of this run."""
+    _new_tokens: int = 0
+    """Tokens that finished in this run, in order or not."""
 
     @classmethod
-    def at(cls, words: Words, goal: Goal, say: Say) -> Desk:
-        """Behind what a folder holds already."""
-        desk = cls(words, goal, say)
-        for shard in words.shards():
+    def at(cls, corpus: Corpus, goal: CorpusGoal, show: Say) -> CorpusWriter:
+        """A writer that continues an existing corpus folder."""
+        writer = cls(corpus, goal, show)
+        for shard in corpus.shards():
             for text in shard.texts():
-                desk._count(text)
-            desk.next = shard.after
-        desk._at = desk.tokens
-        desk.full = goal.tokens is not None and desk.tokens >= goal.tokens
-        return desk
+                writer._count(text)
+            writer.next = shard.next_number
+        writer._initial_tokens = writer.tokens
+        writer.full = goal.tokens is not None and writer.tokens >= goal.tokens
+        return writer
 
     def start(self) -> None:
-        """Now the writing begins, and time counts."""
-        self._began = self._told = time.monotonic()
+        """Starts the clock."""
+        self._began = self._reported = time.monotonic()
 
     @property
     def enough(self) -> bool:
-        """Whether no new text is to be begun."""
+        """Whether no new text should be started."""
         if self.goal.minutes is not None:
             return time.monotonic() - self._began >= 60.0 * self.goal.minutes
         return self.full
 
-    def take(self, number: int, text: Text | None) -> None:
-        """A number is decided."""
-        self._early[number] = text
-        self._fresh += len(text.tokens) - text.prompt if text else 0
-        while self.next in self._early and not self.full:
-            self._settle(self._early.pop(self.next))
-        self.tell()
+    def take(self, number: int, text: CorpusText | None) -> None:
+        """Takes the text of a number, or None if its prompt is unusable."""
+        self._out_of_order[number] = text
+        self._new_tokens += len(text.tokens) - text.prompt if text else 0
+        while self.next in self._out_of_order and not self.full:
+            self._settle(self._out_of_order.pop(self.next))
+        self.report()
 
-    def _settle(self, text: Text | None) -> None:
+    def _settle(self, text: CorpusText | None) -> None:
         self.next += 1
         if text is None or tuple(text.tokens[: text.prompt]) in self._seen:
             self.dropped += 1
@@ -125,98 +125,107 @@ class Desk:
             self.full = self.goal.tokens is not None and self.tokens >= self.goal.tokens
         if len(self._shard) >= PER_SHARD:
             self.flush()
-        if self.dropped >= HOPELESS and not self.texts:
+        if self.dropped >= MAX_UNUSABLE and not self.texts:
             raise OutstrideError(
                 f"{self.dropped} prompts came out empty or overlong and none was of use; "
                 "raise --max-prompt, or give --prompts"
             )
 
-    def _count(self, text: Text) -> None:
+    def _count(self, text: CorpusText) -> None:
         self._seen.add(tuple(text.tokens[: text.prompt]))
         self.texts += 1
         self.tokens += len(text.tokens) - text.prompt
 
     def flush(self) -> None:
-        """Writes what is there and in order."""
+        """Writes the sorted texts that are not written yet."""
         if self._shard:
-            self.words.append(self._shard, self.next)
+            self.corpus.append(self._shard, self.next)
             self._shard = []
-            self.words.note(texts=self.texts, tokens=self.tokens)
+            self.corpus.note(texts=self.texts, tokens=self.tokens)
 
-    def tell(self, *, ended: bool = False) -> None:
-        """Says now and then how far it is."""
+    def report(self, *, ended: bool = False) -> None:
+        """Reports progress, at most twice a second."""
         now = time.monotonic()
-        if not ended and now - self._told < 0.5:
+        if not ended and now - self._reported < 0.5:
             return
-        self._told = now
+        self._reported = now
         seconds = max(now - self._began, 1e-9)
-        rate = self._fresh / seconds
+        rate = self._new_tokens / seconds
         if self.goal.minutes is not None:
             share, left = seconds / (60.0 * self.goal.minutes), 60.0 * self.goal.minutes - seconds
         else:
             wanted = self.goal.tokens or 1
-            came = min(self._at + self._fresh, wanted)
+            came = min(self._initial_tokens + self._new_tokens, wanted)
             share, left = came / wanted, (wanted - came) / max(rate, 1e-9)
-        self.say(Standing(self.texts, self.tokens, rate, min(share, 1.0), max(left, 0.0), ended))
+        self.show(
+            CorpusProgress(self.texts, self.tokens, rate, min(share, 1.0), max(left, 0.0), ended)
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Engines:
-    """Which model, and how many of it."""
+class CorpusEngines:
+    """The model, and the number of processes and sequences."""
 
     model: str
     weights: str = "auto"
     concurrency: int = 32
-    """Sequences at once, in all processes together."""
+    """Sequences at once, over all processes."""
     workers: int = 1
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         if self.concurrency < 1 or self.workers < 1:
             raise InvalidParams("concurrency and workers are at least 1")
 
     @property
-    def each(self) -> int:
+    def concurrency_per_worker(self) -> int:
         """Sequences at once in one process."""
         return -(-self.concurrency // self.workers)
 
-    def load(self, order: Order) -> LLM:
-        """A model with room for all of its sequences."""
-        pages = self.each * -(-order.longest // PAGE_SIZE) + 64
-        found = load(self.model, pages=pages, weights=self.weights)
-        return LLM(found, max_nodes=max(256, 8 * self.each), max_sequences=self.each)
+    def load(self, spec: CorpusSpec) -> LLM:
+        """A model with KV cache pages for all of its sequences."""
+        pages = self.concurrency_per_worker * -(-spec.longest // PAGE_SIZE) + 64
+        found = load(self.model, pages=pages, device=self.device, weights=self.weights)
+        return LLM(
+            found,
+            max_nodes=max(256, 8 * self.concurrency_per_worker),
+            max_sequences=self.concurrency_per_worker,
+        )
 
 
-def write(engines: Engines, order: Order, desk: Desk) -> None:
-    """Writes into the desk's folder until it is enough. Ctrl-C keeps what is done and in order."""
-    if desk.enough:
+def write(engines: CorpusEngines, spec: CorpusSpec, writer: CorpusWriter) -> None:
+    """Writes until the goal is reached. Ctrl-C keeps the finished texts that are in order."""
+    if writer.enough:
         return
-    with patient() as asked:
+    with deferred_interrupt() as asked:
         try:
             if engines.workers == 1:
-                _alone(engines, order, desk, asked)
+                _alone(engines, spec, writer, asked)
             else:
-                _together(engines, order, desk, asked)
+                _together(engines, spec, writer, asked)
         finally:
-            desk.flush()
-            desk.tell(ended=True)
+            writer.flush()
+            writer.report(ended=True)
         if asked():
             raise KeyboardInterrupt
 
 
-def _alone(engines: Engines, order: Order, desk: Desk, asked: Callable[[], bool]) -> None:
-    next_number = desk.next
+def _alone(
+    engines: CorpusEngines, spec: CorpusSpec, writer: CorpusWriter, asked: Callable[[], bool]
+) -> None:
+    next_number = writer.next
 
     def numbers() -> int | None:
         nonlocal next_number
-        if desk.enough:
+        if writer.enough:
             return None
         next_number += 1
         return next_number - 1
 
-    with engines.load(order) as llm:
-        scribe = Scribe(llm, order, engines.each, numbers, desk.take)
-        desk.start()
-        scribe.run(lambda: desk.full or asked())
+    with engines.load(spec) as llm:
+        generator = CorpusGenerator(llm, spec, engines.concurrency_per_worker, numbers, writer.take)
+        writer.start()
+        generator.run(lambda: writer.full or asked())
 
 
 # --- several processes ------------------------------------------------------------------------------
@@ -224,24 +233,26 @@ def _alone(engines: Engines, order: Order, desk: Desk, asked: Callable[[], bool]
 
 @dataclass(slots=True)
 class _Shared:
-    """What processes have in common."""
+    """State that the processes share."""
 
     counter: Any
-    """The next number to hand out."""
+    """The next number to assign."""
     enough: Any
-    """Set when no more texts are to be begun."""
+    """Set when no more texts should be started."""
     outbox: Any
-    """(number, text), an exception, or a word on how far a process is."""
+    """(number, text), an exception, or READY or DONE."""
 
 
 READY, DONE = "ready", "done"
 
 
-def _together(engines: Engines, order: Order, desk: Desk, asked: Callable[[], bool]) -> None:
+def _together(
+    engines: CorpusEngines, spec: CorpusSpec, writer: CorpusWriter, asked: Callable[[], bool]
+) -> None:
     spawn = multiprocessing.get_context("spawn")
-    shared = _Shared(spawn.Value("q", desk.next), spawn.Event(), spawn.SimpleQueue())
+    shared = _Shared(spawn.Value("q", writer.next), spawn.Event(), spawn.SimpleQueue())
     processes = [
-        spawn.Process(target=_work, args=(engines, order, shared), daemon=True)
+        spawn.Process(target=_work, args=(engines, spec, shared), daemon=True)
         for _ in range(engines.workers)
     ]
     for process in processes:
@@ -254,15 +265,15 @@ def _together(engines: Engines, order: Order, desk: Desk, asked: Callable[[], bo
                 raise message
             if message == READY:
                 if not begun:
-                    desk.start()
+                    writer.start()
                 begun = True
             elif message == DONE:
                 running -= 1
             else:
-                desk.take(*message)
-            if begun and desk.enough:
+                writer.take(*message)
+            if begun and writer.enough:
                 shared.enough.set()
-            if desk.full:
+            if writer.full:
                 return
     finally:
         shared.enough.set()
@@ -272,25 +283,25 @@ def _together(engines: Engines, order: Order, desk: Desk, asked: Callable[[], bo
 
 
 def _message(processes: Sequence[Any], shared: _Shared, asked: Callable[[], bool]) -> bool:
-    """Waits for a message, or for somebody who wants an end.
+    """Waits for a message, or for an interrupt (False).
 
-    A process that died without a word is an error.
+    A process that ends without a message is an error.
     """
     while shared.outbox.empty():
         if asked():
             return False
         if codes := [process.exitcode for process in processes if process.exitcode]:
             raise OutstrideError(
-                f"a process that writes ended with code {codes[0]}; perhaps memory ran out: "
+                f"a writer process ended with code {codes[0]}; perhaps memory ran out: "
                 "try fewer --workers or a lower --concurrency, the same command goes on"
             )
         time.sleep(0.01)
     return not asked()
 
 
-def _work(engines: Engines, order: Order, shared: _Shared) -> None:
+def _work(engines: CorpusEngines, spec: CorpusSpec, shared: _Shared) -> None:
     """One of several processes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it decides when it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when it ends
 
     def numbers() -> int | None:
         if shared.enough.is_set():
@@ -300,12 +311,16 @@ def _work(engines: Engines, order: Order, shared: _Shared) -> None:
             return int(shared.counter.value) - 1
 
     try:
-        with engines.load(order) as llm:
-            scribe = Scribe(
-                llm, order, engines.each, numbers, lambda *done: shared.outbox.put(done)
+        with engines.load(spec) as llm:
+            generator = CorpusGenerator(
+                llm,
+                spec,
+                engines.concurrency_per_worker,
+                numbers,
+                lambda *done: shared.outbox.put(done),
             )
             shared.outbox.put(READY)
-            scribe.run()
+            generator.run()
         shared.outbox.put(DONE)
     except Exception as error:
         text = str(error) if isinstance(error, OutstrideError) else repr(error)

@@ -1,8 +1,8 @@
-"""`fit`: trains what a recipe says, and leaves a folder with the result.
+"""`fit`: trains a recipe and leaves a folder with the result.
 
-The training is a function of the recipe with its options, the seed, the rows and the number of steps,
-up to the rounding of the device; a run that was broken off and goes on gives the same weights as one
-that was not. `minutes` chooses the number of steps by timing a few beforehand.
+The training is a function of the recipe with its options, the seed, the rows and the number of
+steps, up to the rounding of the device. A run that is interrupted and resumed gives the same weights
+as one that is not. `minutes` chooses the number of steps by timing a few first.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import torch
 import outstride
 from outstride.errors import InvalidData, InvalidParams, OutstrideError
 from outstride.train import checkpoint
-from outstride.train.checkpoint import Progress
+from outstride.train.checkpoint import TrainingProgress
+from outstride.train.corpus_files import TrainingRows, replacing
+from outstride.train.interrupt import deferred_interrupt
 from outstride.train.loop import (
-    Pace,
-    Shelf,
+    LengthBucket,
+    StepRate,
     advance,
+    bucketed_batches,
+    length_buckets,
     optimizer_of,
     rate_at,
-    rehearsed,
-    shelved,
-    shelves,
+    seconds_per_step,
 )
-from outstride.train.patience import patient
-from outstride.train.picture import picture
-from outstride.train.recipe import Measured, Recipe
-from outstride.train.words import Rows, replacing
+from outstride.train.loss_plot import loss_plot
+from outstride.train.recipe import Measurement, Recipe
 
 KEEP = 60.0
 """Seconds between checkpoints."""
 _MEASURES = 8
-"""How often held-out texts are measured, unless told otherwise."""
+"""Default number of measurements on held-out texts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class TrainingSchedule:
     """How long and how a recipe is trained."""
 
     steps: int | None = None
@@ -68,23 +68,23 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How a run stands."""
+class TrainingState:
+    """The state of a run, for progress displays."""
 
     step: int
     steps: int
     loss: float
-    """Of late."""
+    """Mean of the last 50 steps."""
     tokens_per_second: float
     left: float
-    """Seconds, about."""
-    measured: Measured | None = None
-    """If it was just measured."""
+    """Estimated seconds left."""
+    measured: Measurement | None = None
+    """The measurement, if one was just made."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """What came of it."""
+class TrainingResult:
+    """The result of a training run."""
 
     folder: Path
     steps: int
@@ -92,91 +92,95 @@ class Fitted:
     trained: dict[str, Any]
     size: int
     """Bytes of the weights."""
-    already: bool = False
-    """Whether it was there before."""
+    was_finished: bool = False
+    """Whether the run had finished before."""
 
 
-Say = Callable[[Standing], None]
+Say = Callable[[TrainingState], None]
 
 
 def fit(
     recipe: Recipe,
-    rows: Rows,
+    rows: TrainingRows,
     out: Path,
-    course: Course,
+    schedule: TrainingSchedule,
     *,
     options: Mapping[str, Any],
     data: Mapping[str, Any],
-    say: Say = lambda standing: None,
-) -> Fitted:
-    """Trains, or goes on with what was broken off in the folder."""
-    if recipe.changes_target and course.int8:
-        raise InvalidParams(f"{recipe.name} leaves a model in 16 bits: int8 is for parts")
-    train, held = rows.split(course.held)
+    show: Say = lambda standing: None,
+) -> TrainingResult:
+    """Trains, or resumes the run in the folder."""
+    if recipe.changes_target and schedule.int8:
+        raise InvalidParams(f"{recipe.name} writes a model in 16 bits; --int8 is for draft heads")
+    train, held = rows.split(schedule.held)
     if not len(train) or not len(held):
         raise InvalidData(f"{len(rows)} texts are too few to train on and to hold some out")
-    identity = _identity(recipe, rows, course, options)
+    identity = _identity(recipe, rows, schedule, options)
     if (said := checkpoint.finished(out, identity)) is not None:
         over = said["measured"]
-        return Fitted(out, said["steps"], over[0], over[-1], said["bytes"], already=True)
-    run = _Run(recipe, train, held, out, course, identity, dict(data), say)
+        return TrainingResult(
+            out, said["steps"], over[0], over[-1], said["bytes"], was_finished=True
+        )
+    run = _TrainingRun(recipe, train, held, out, schedule, identity, dict(data), show)
     return run()
 
 
 def _identity(
-    recipe: Recipe, rows: Rows, course: Course, options: Mapping[str, Any]
+    recipe: Recipe, rows: TrainingRows, schedule: TrainingSchedule, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What has to be equal for a run to go on."""
+    """Everything that must be equal for a run to resume."""
     keys = rows.keys.cpu().numpy().tobytes() + rows.stops.cpu().numpy().tobytes()
     return {
         "recipe": recipe.name,
         "options": dict(options),
         "target": dict(recipe.target.about()),
         "rows": list(rows.tokens.shape),
-        "words": hashlib.sha256(keys).hexdigest()[:16],
-        "steps": course.steps,
-        "minutes": course.minutes,
-        "batch": course.batch,
-        "peak": course.peak,
-        "seed": course.seed,
-        "held": course.held,
-        "every": course.every,
-        "int8": course.int8,
+        "corpus": hashlib.sha256(keys).hexdigest()[:16],
+        "steps": schedule.steps,
+        "minutes": schedule.minutes,
+        "batch": schedule.batch,
+        "peak": schedule.peak,
+        "seed": schedule.seed,
+        "held": schedule.held,
+        "every": schedule.every,
+        "int8": schedule.int8,
     }
 
 
 @dataclass(slots=True)
-class _Run:
-    """One training from its preparation to its result."""
+class _TrainingRun:
+    """One training run from its preparation to its result."""
 
     recipe: Recipe
-    train: Rows
-    held: Rows
+    train: TrainingRows
+    held: TrainingRows
     out: Path
-    course: Course
+    schedule: TrainingSchedule
     identity: dict[str, Any]
     data: dict[str, Any]
-    say: Say
+    show: Say
     numbers: torch.Generator = field(init=False)
     optimizer: torch.optim.AdamW = field(init=False)
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
     _fresh: list[torch.Tensor] = field(default_factory=list)
     """Losses that are still on the device."""
     _since: float = 0.0
-    _shelves: list[Shelf] = field(default_factory=list)
+    _buckets: list[LengthBucket] = field(default_factory=list)
 
-    def __call__(self) -> Fitted:
+    def __call__(self) -> TrainingResult:
         self._prepare()
         self._since = time.monotonic()
-        with patient() as asked:
-            self._go(asked)
+        with deferred_interrupt() as asked:
+            self._loop(asked)
         return self._finish()
 
     def _prepare(self) -> None:
-        recipe, course, device = self.recipe, self.course, self.recipe.target.device
+        recipe, course, device = self.recipe, self.schedule, self.recipe.target.device
         torch.manual_seed(course.seed)
         recipe.prepare(self.train)
-        self._shelves = shelves(self.train.stops.cpu(), self.train.tokens.shape[1], course.batch)
+        self._buckets = length_buckets(
+            self.train.stops.cpu(), self.train.tokens.shape[1], course.batch
+        )
         self.train, self.held = self.train.to(device), self.held.to(device)
         self.numbers = torch.Generator(device).manual_seed(course.seed)
         self.optimizer = optimizer_of(recipe.weights)
@@ -191,17 +195,17 @@ class _Run:
         self.progress.steps = course.steps or self._affordable(time.monotonic() - start)
         checkpoint.write_json(self.out / checkpoint.RECIPE, self._about())
 
-    def _batch(self, rows: torch.Tensor, length: int) -> Rows:
+    def _batch(self, rows: torch.Tensor, length: int) -> TrainingRows:
         return self.train.take(rows.to(self.recipe.target.device)).cut(length)
 
     def _affordable(self, measuring: float) -> int:
-        """How many steps fit into the minutes; nothing is learned from finding out."""
-        course, recipe = self.course, self.recipe
+        """Number of steps that fit into the minutes. The timing steps change no weights."""
+        course, recipe = self.schedule, self.recipe
         numbers = torch.Generator(recipe.target.device).manual_seed(course.seed)
-        order = shelved(self._shelves, course.seed)
-        rows, lengths = shelved(self._shelves, course.seed), set[int]()
+        order = bucketed_batches(self._buckets, course.seed)
+        rows, lengths = bucketed_batches(self._buckets, course.seed), set[int]()
         fresh = 0
-        while len(lengths) < len(self._shelves):
+        while len(lengths) < len(self._buckets):
             lengths.add(next(order)[1])
             fresh += 1
 
@@ -209,15 +213,15 @@ class _Run:
             given = self._batch(*next(rows))
             return advance(lambda: recipe.loss(given, numbers), recipe.weights, self.optimizer, 0.0)
 
-        each = rehearsed(step, fresh)
+        each = seconds_per_step(step, fresh)
         self.optimizer = optimizer_of(recipe.weights)
         return max(1, int((60.0 * (course.minutes or 0.0) - _MEASURES * measuring) / each))
 
-    def _go(self, asked: Callable[[], bool]) -> None:
-        recipe, course, now = self.recipe, self.course, self.progress
+    def _loop(self, asked: Callable[[], bool]) -> None:
+        recipe, course, now = self.recipe, self.schedule, self.progress
         every = course.every or max(1, math.ceil(now.steps / _MEASURES))
-        rows = shelved(self._shelves, course.seed, now.step)
-        pace, kept = Pace(now.steps), time.monotonic()
+        rows = bucketed_batches(self._buckets, course.seed, now.step)
+        pace, kept = StepRate(now.steps), time.monotonic()
         while now.step < now.steps:
             given = self._batch(*next(rows))
             recipe.progress = now.step / now.steps
@@ -238,21 +242,21 @@ class _Run:
                 late = now.losses[-50:]
                 speed = width * pace.rate()
                 mean = sum(late) / len(late)
-                self.say(Standing(now.step, now.steps, mean, speed, pace.left(), measured))
+                self.show(TrainingState(now.step, now.steps, mean, speed, pace.left(), measured))
             if now.step < now.steps and (asked() or time.monotonic() - kept > KEEP):
-                self._keep()
+                self._save_checkpoint()
                 kept = time.monotonic()
                 if asked():
                     raise KeyboardInterrupt
 
-    def _measure(self) -> Measured:
+    def _measure(self) -> Measurement:
         self._collect()
         found = self.recipe.measure(self.held)
         self.progress.measured.append({"step": self.progress.step, **found.to_dict()})
         return found
 
     def _collect(self) -> None:
-        """Brings losses from the device; whoever lost its way is stopped before it is kept."""
+        """Copies losses from the device; raises an error on NaN before anything is saved."""
         if not self._fresh:
             return
         losses = torch.stack(self._fresh).double().cpu().tolist()
@@ -264,7 +268,7 @@ class _Run:
             )
         self.progress.losses += losses
 
-    def _keep(self) -> None:
+    def _save_checkpoint(self) -> None:
         now = self.progress
         self._collect()
         now.seconds += time.monotonic() - self._since
@@ -272,36 +276,36 @@ class _Run:
         checkpoint.save(
             self.out, self.identity, now, self.recipe.weights, self.optimizer, self.numbers
         )
-        self._draw()
+        self._plot()
 
-    def _draw(self) -> None:
+    def _plot(self) -> None:
         now = self.progress
         points = [(entry["step"], entry["tokens_per_pass"]) for entry in now.measured]
-        with replacing(self.out / checkpoint.PICTURE) as fresh:
-            fresh.write_text(picture(now.losses, points, self.recipe.name), encoding="utf-8")
+        with replacing(self.out / checkpoint.LOSS_PLOT) as fresh:
+            fresh.write_text(loss_plot(now.losses, points, self.recipe.name), encoding="utf-8")
 
-    def _finish(self) -> Fitted:
+    def _finish(self) -> TrainingResult:
         recipe, now = self.recipe, self.progress
         now.seconds += time.monotonic() - self._since
         target = dict(recipe.target.about())
         about = {"outstride": recipe.name, "version": checkpoint.VERSION, "target": target}
-        self._draw()
-        size = recipe.write(self.out, about, int8=self.course.int8)
+        self._plot()
+        size = recipe.write(self.out, about, int8=self.schedule.int8)
         checkpoint.write_json(self.out / checkpoint.RECIPE, {**self._about(), "bytes": size})
         checkpoint.forget(self.out)
-        return Fitted(self.out, now.steps, now.measured[0], now.measured[-1], size)
+        return TrainingResult(self.out, now.steps, now.measured[0], now.measured[-1], size)
 
     def _about(self) -> dict[str, Any]:
-        """Everything about a run, for the recipe file."""
+        """The contents of the recipe file."""
         now, device = self.progress, self.recipe.target.device
-        card = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
+        gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
         return {
             "run": self.identity,
             "steps": now.steps,
             "data": self.data,
             "texts": {"trained on": len(self.train), "held out": len(self.held)},
             "weights": sum(value.numel() for value in self.recipe.weights.values()),
-            "device": card or platform.processor() or platform.machine(),
+            "device": gpu or platform.processor() or platform.machine(),
             "versions": {
                 "outstride": outstride.__version__,
                 "torch": torch.__version__,
@@ -313,9 +317,9 @@ class _Run:
         }
 
 
-def _thinned(losses: list[float], most: int = 200) -> list[list[float]]:
-    """Means of stretches of steps: [last step, loss]."""
-    size = max(1, -(-len(losses) // most))
+def _thinned(losses: list[float], max_points: int = 200) -> list[list[float]]:
+    """Means over equal ranges of steps: [last step, loss]."""
+    size = max(1, -(-len(losses) // max_points))
     parts = [losses[i : i + size] for i in range(0, len(losses), size)]
     return [
         [min((i + 1) * size, len(losses)), round(sum(p) / len(p), 5)] for i, p in enumerate(parts)

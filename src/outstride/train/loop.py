@@ -1,4 +1,4 @@
-"""The parts of a training loop that every training here is made of."""
+"""Building blocks of every training loop in this package."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 Weights = dict[str, torch.Tensor]
 _REHEARSED = (3, 20)
-"""Steps of a rehearsal: so many until everything is compiled, and at the most so many to time."""
+"""Steps before timing, until everything is compiled; and the largest number of timed steps."""
 _TIMED = 4.0
-"""Seconds that a rehearsal takes the time for."""
+"""Seconds of timing."""
 
 
 def rate_at(step: int, steps: int, peak: float) -> float:
-    """The learning rate: up in a line, down in a cosine."""
+    """The learning rate: linear warm-up, then cosine decay."""
     warm = max(1, min(300, steps // 10))
     if step < warm:
         return peak * (step + 1) / warm
@@ -27,7 +27,7 @@ def rate_at(step: int, steps: int, peak: float) -> float:
 def optimizer_of(
     weights: Weights, *, decay: float = 0.01, second: float = 0.99
 ) -> torch.optim.AdamW:
-    """AdamW, which makes the weights leaves with gradients. Matrices decay, norms do not."""
+    """AdamW; it turns the weights into leaves with gradients. Matrices decay, norms do not."""
     for value in weights.values():
         value.requires_grad_()
     thick = [value for value in weights.values() if value.dim() > 1]
@@ -44,7 +44,7 @@ def advance(
     optimizer: torch.optim.AdamW,
     rate: float,
 ) -> torch.Tensor:
-    """One step at a learning rate; the loss before it, which stays on its device."""
+    """One step at a learning rate; returns the loss before it, still on its device."""
     some = next(iter(weights.values()))
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -57,41 +57,42 @@ def advance(
     return loss.detach()
 
 
-def rehearsed(step: Callable[[], torch.Tensor], fresh: int = 0) -> float:
-    """Seconds of a step, timed by taking some. What they change is the caller's to undo.
+def seconds_per_step(step: Callable[[], torch.Tensor], warmup: int = 0) -> float:
+    """Seconds of a step, timed by taking some. The caller must undo their changes.
 
-    fresh: the number of steps after which all kinds of batches were seen.
+    warmup: number of steps after which all batch shapes were seen.
     """
-    warm, most = _REHEARSED
-    for _ in range(warm + fresh):
+    warm, max_steps = _REHEARSED
+    for _ in range(warm + warmup):
         step().item()
     start, count = time.monotonic(), 0
-    while count < most and time.monotonic() - start < _TIMED:
+    while count < max_steps and time.monotonic() - start < _TIMED:
         step().item()
         count += 1
     return (time.monotonic() - start) / count
 
 
 def batches(count: int, batch: int, seed: int, first: int = 0) -> Iterator[torch.Tensor]:
-    """Numbers of rows, batch by batch, from batch `first` on: each row once, in a new order each time.
+    """Row numbers batch by batch, from batch `first` on: each row once per epoch, in a new order
+    each epoch.
 
-    It is a function of the seed alone, so that a run that goes on sees what it would have seen.
+    It is a function of the seed alone, so that a resumed run sees the same batches.
     """
     order, place = torch.empty(0, dtype=torch.long), first * batch
-    turn = place // count
-    place -= turn * count
+    epoch = place // count
+    place -= epoch * count
     while True:
         while len(order) < place + batch:
-            numbers = torch.Generator().manual_seed((seed + 1) * 1_000_003 + turn)
+            numbers = torch.Generator().manual_seed((seed + 1) * 1_000_003 + epoch)
             order = torch.cat([order, torch.randperm(count, generator=numbers)])
-            turn += 1
+            epoch += 1
         yield order[place : place + batch]
         order, place = order[place + batch :], 0
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
-    """Rows of about one length, of which a batch has as many as fit."""
+class LengthBucket:
+    """Rows of similar length, and their batch size."""
 
     rows: torch.Tensor
     length: int
@@ -99,80 +100,82 @@ class Shelf:
 
 
 _NARROW = 128
-"""Rows are cut to no fewer tokens: shorter ones save nothing."""
+"""Rows are cut to no fewer tokens: shorter ones save no time."""
 
 
-def shelves(stops: torch.Tensor, length: int, batch: int) -> list[Shelf]:
-    """Rows by their length: a quarter of the longest, a half, and the whole.
+def length_buckets(stops: torch.Tensor, length: int, batch: int) -> list[LengthBucket]:
+    """Buckets of rows by length: up to a quarter of the longest, a half, and the whole.
 
-    Batches of shorter rows hold more of them, so that all batches have about as many tokens and few
-    of those are padding. Too few rows for a batch go with the longer ones.
+    Batches of shorter rows hold more of them, so that all batches have about as many tokens and
+    little padding. Too few rows for a batch join the longer ones.
     """
     found, left = [], torch.ones_like(stops, dtype=torch.bool)
-    for part in (4, 2, 1):
-        chosen = (left & (stops <= length // part)).nonzero().flatten()
-        narrow = length % part or length // part < _NARROW or len(chosen) < batch * part
-        if part > 1 and narrow:
+    for divisor in (4, 2, 1):
+        chosen = (left & (stops <= length // divisor)).nonzero().flatten()
+        narrow = length % divisor or length // divisor < _NARROW or len(chosen) < batch * divisor
+        if divisor > 1 and narrow:
             continue
         left[chosen] = False
         if len(chosen):
-            found.append(Shelf(chosen, length // part, batch * part))
+            found.append(LengthBucket(chosen, length // divisor, batch * divisor))
     return found
 
 
-def shelved(shelves: list[Shelf], seed: int, first: int = 0) -> Iterator[tuple[torch.Tensor, int]]:
-    """Numbers of rows and the tokens to cut them to, batch by batch, from batch `first` on.
+def bucketed_batches(
+    buckets: list[LengthBucket], seed: int, first: int = 0
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Row numbers and the length to cut them to, batch by batch, from batch `first` on.
 
-    It is always the turn of the shelf of which the least was read.
+    The next batch always comes from the bucket with the smallest share read so far.
     """
-    counts = [0] * len(shelves)
+    counts = [0] * len(buckets)
 
-    def turn() -> int:
+    def epoch() -> int:
         shares = [
-            (count + 0.5) * shelf.batch / len(shelf.rows)
-            for count, shelf in zip(counts, shelves, strict=True)
+            (count + 0.5) * bucket.batch / len(bucket.rows)
+            for count, bucket in zip(counts, buckets, strict=True)
         ]
         chosen = shares.index(min(shares))
         counts[chosen] += 1
         return chosen
 
     for _ in range(first):
-        turn()
+        epoch()
     sources = [
-        batches(len(shelf.rows), shelf.batch, seed, count)
-        for shelf, count in zip(shelves, counts, strict=True)
+        batches(len(bucket.rows), bucket.batch, seed, count)
+        for bucket, count in zip(buckets, counts, strict=True)
     ]
     while True:
-        chosen = turn()
-        yield shelves[chosen].rows[next(sources[chosen])], shelves[chosen].length
+        chosen = epoch()
+        yield buckets[chosen].rows[next(sources[chosen])], buckets[chosen].length
 
 
 @dataclass(slots=True)
-class Pace:
-    """How fast a run is, and now and then a word about it."""
+class StepRate:
+    """Steps per second of a run, and when to report progress."""
 
     steps: int
     every: float = 1.0
-    """Seconds between two words."""
+    """Seconds between two reports."""
     _marks: list[tuple[float, int]] = field(default_factory=list)
-    _told: float = field(default_factory=time.monotonic)
+    _reported: float = field(default_factory=time.monotonic)
 
     def due(self, step: int) -> bool:
-        """Whether it is time for a word; asked after each step."""
+        """Whether a report is due; called after each step."""
         now = time.monotonic()
         if not self._marks:
             self._marks.append((now, step))
-        if step < self.steps and now - self._told < self.every:
+        if step < self.steps and now - self._reported < self.every:
             return False
-        self._told = now
+        self._reported = now
         self._marks = [*self._marks[-30:], (now, step)]
         return True
 
     def rate(self) -> float:
-        """Steps per second of late; 0 while that is not known."""
+        """Recent steps per second; 0 while unknown."""
         (before, first), (after, last) = self._marks[0], self._marks[-1]
         return (last - first) / (after - before) if after > before else 0.0
 
     def left(self) -> float:
-        """Seconds that are left, about."""
+        """Estimated seconds left."""
         return (self.steps - self._marks[-1][1]) / rate if (rate := self.rate()) else 0.0

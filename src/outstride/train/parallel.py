@@ -1,14 +1,14 @@
-"""The recipe of `parallel-full` and `parallel-block`: two small models that fill in masks.
+"""The recipe of `parallel-full` and `parallel-block`: two small masked models.
 
     python -m outstride.train.parallel full --out FOLDER --steps 10487
     python -m outstride.train.parallel block --out FOLDER --steps 5807
 
-Both learn the list tasks of `models.shipped.lists` from scratch. The full one sees its whole canvas
-and is saved as a LLaDA checkpoint; the block one sees in blocks of 16, is saved as an SDAR
-checkpoint, and learns to continue a text token by token as well. These commands made the weights
-that are shipped, side by side on one H200 in three minutes. The training is a function of the seed,
-the workers (8 each) and the number of steps, up to the rounding of the device; `--seconds` chooses
-that number by timing a few steps beforehand, and says which it chose.
+Both learn the list tasks of `models.shipped.lists` from scratch. The full model attends to its whole
+canvas and is saved as a LLaDA checkpoint. The block model attends in blocks of 16, is saved as an
+SDAR checkpoint, and learns autoregressive decoding as well. These commands made the shipped weights,
+side by side on one H200 in three minutes. The training is a function of the seed, the workers (8
+each) and the number of steps, up to the rounding of the device; `--seconds` chooses that number by
+timing a few steps first, and prints it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch.nn import functional as fn
 
+from outstride.models.checkpoint_names import published
 from outstride.models.config import DecoderConfig
-from outstride.models.dialects import published
 from outstride.models.shipped.lists import END, MASK, TASKS, UNKNOWN, VOCABULARY, cases
-from outstride.train.layers import Pair, Shape, layer, norm, turns, within
-from outstride.train.lessons import IDS, Texts, lesson
-from outstride.train.loop import Pace, advance, optimizer_of, rate_at, rehearsed
+from outstride.train.layers import LayerShape, Pair, layer, norm, rope_tables, within
+from outstride.train.list_tasks import IDS, TaskTexts, masked_examples
+from outstride.train.loop import StepRate, advance, optimizer_of, rate_at, seconds_per_step
 
 Weights = dict[str, torch.Tensor]
 BLOCK = 16
@@ -107,36 +107,36 @@ def fresh(config: DecoderConfig, seed: int) -> Weights:
 
 
 def forward(
-    config: DecoderConfig, weights: Weights, tokens: torch.Tensor, sees: torch.Tensor
+    config: DecoderConfig, weights: Weights, tokens: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """The logits of a batch of texts; `sees` says of each text which position sees which."""
-    turn = turns(config, tokens.shape[1], str(tokens.device))
-    return _forward(Shape.of(config), config.layers, weights, turn, tokens, sees)
+    """Logits of a batch of texts; mask: which position sees which, [texts, length, length]."""
+    rope = rope_tables(config, tokens.shape[1], str(tokens.device))
+    return _forward(LayerShape.of(config), config.layers, weights, rope, tokens, mask)
 
 
 def _forward(
-    shape: Shape,
+    shape: LayerShape,
     layers: int,
     weights: Weights,
-    turn: Pair,
+    rope: Pair,
     tokens: torch.Tensor,
-    sees: torch.Tensor,
+    mask: torch.Tensor,
 ) -> torch.Tensor:
-    """What `forward` says, in terms that torch can compile."""
+    """`forward` in a form that torch can compile."""
     x = fn.embedding(tokens, weights["model.embed_tokens.weight"])
     for i in range(layers):
-        x = layer(shape, within(weights, f"model.layers.{i}."), x, turn, sees[:, None])
+        x = layer(shape, within(weights, f"model.layers.{i}."), x, rope, mask[:, None])
     return fn.linear(norm(x, weights["model.norm.weight"], shape.eps), weights["lm_head.weight"])
 
 
 # --- the training -----------------------------------------------------------------------------------
 
 
-def loss_of(scores: torch.Tensor, targets: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
+def loss_of(scores: torch.Tensor, targets: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     """The mean over texts of the mean over their masks."""
     each = fn.cross_entropy(scores.float().transpose(1, 2), targets, reduction="none")
-    counts = asked.sum(1)
-    total = (each * asked).sum(1) / counts.clamp(min=1)
+    counts = counted.sum(1)
+    total = (each * counted).sum(1) / counts.clamp(min=1)
     return total.sum() / (counts > 0).sum().clamp(min=1)
 
 
@@ -153,44 +153,44 @@ def train(
     workers: int = 1,
     say: Callable[[str], None] = print,
 ) -> tuple[Weights, int]:
-    """Trains one kind; with `seconds`, for about as long instead of a number of steps.
+    """Trains one kind; with `seconds`, for about that long instead of a number of steps.
 
     Returns the weights and the number of steps.
     """
     config = DecoderConfig.from_hf(CONFIGS[kind])
     block = config.diffusion.block if config.diffusion else None
-    texts = Texts.training(pool, LENGTHS[kind], seed, workers).to(device)
+    texts = TaskTexts.training(pool, LENGTHS[kind], seed, workers).to(device)
     say(
         f"{kind}: {len(texts.tokens)} texts, {sum(map(math.prod, config.shapes().values()))} weights"
     )
     weights = {name: value.to(device) for name, value in fresh(config, seed).items()}
     fast = device != "cpu"
-    shape, layers = Shape.of(config), config.layers
-    turn = turns(config, LENGTHS[kind], device)
+    shape, layers = LayerShape.of(config), config.layers
+    rope = rope_tables(config, LENGTHS[kind], device)
 
     def measure(
-        weights: Weights, tokens: torch.Tensor, sees: torch.Tensor, *right: torch.Tensor
+        weights: Weights, tokens: torch.Tensor, mask: torch.Tensor, *right: torch.Tensor
     ) -> torch.Tensor:
-        return loss_of(_forward(shape, layers, weights, turn, tokens, sees), *right)
+        return loss_of(_forward(shape, layers, weights, rope, tokens, mask), *right)
 
     measured = torch.compile(measure) if fast else measure
     optimizer = optimizer_of(weights, decay=0.05, second=0.98)
 
     def step(rate: float, numbers: torch.Generator) -> torch.Tensor:
         rows = torch.randint(len(texts.tokens), (batch,), generator=numbers, device=device)
-        given = lesson(texts.take(rows), block, numbers, blank=False)
-        right = (given.targets, given.asked)
+        given = masked_examples(texts.take(rows), block, numbers, blank=False)
+        right = (given.targets, given.counted)
         return advance(
-            lambda: measured(weights, given.tokens, given.sees, *right), weights, optimizer, rate
+            lambda: measured(weights, given.tokens, given.mask, *right), weights, optimizer, rate
         )
 
     if seconds:
         other = torch.Generator(device).manual_seed(seed)
-        steps = max(1, int(seconds / rehearsed(lambda: step(0.0, other))))
+        steps = max(1, int(seconds / seconds_per_step(lambda: step(0.0, other))))
         optimizer = optimizer_of(weights, decay=0.05, second=0.98)  # it has learned nothing
         say(f"{kind}: {steps} steps")
     numbers = torch.Generator(device).manual_seed(seed)
-    pace = Pace(steps, every=5.0)
+    pace = StepRate(steps, every=5.0)
     for number in range(steps):
         loss = step(rate_at(number, steps, peak), numbers)
         if pace.due(number + 1):
@@ -201,16 +201,18 @@ def train(
 
 @torch.no_grad()
 def in_one_pass(kind: str, weights: Weights, count: int, device: str = "cpu") -> dict[str, float]:
-    """By task, how often all masks are right at once (of the last block, where there are blocks)."""
+    """By task, how often one pass fills all masks correctly (of the last block, where there are
+    blocks).
+    """
     config = DecoderConfig.from_hf(CONFIGS[kind])
     block = config.diffusion.block if config.diffusion else None
     numbers, found = torch.Generator(device).manual_seed(0), {}
     for name in TASKS:
         pairs = [(case.prompt, case.answer) for case in cases(name, count)]
-        texts = Texts.of(pairs, LENGTHS[kind]).to(device)
-        given = lesson(texts, block, numbers, blank=True)
-        said = forward(config, weights, given.tokens, given.sees).argmax(-1)
-        found[name] = float(((said == given.targets) | ~given.asked).all(1).float().mean())
+        texts = TaskTexts.of(pairs, LENGTHS[kind]).to(device)
+        given = masked_examples(texts, block, numbers, blank=True)
+        predicted = forward(config, weights, given.tokens, given.mask).argmax(-1)
+        found[name] = float(((predicted == given.targets) | ~given.counted).all(1).float().mean())
     return found
 
 
@@ -218,13 +220,13 @@ def in_one_pass(kind: str, weights: Weights, count: int, device: str = "cpu") ->
 
 
 def tokenizer_json() -> str:
-    """The tokenizer of the tasks: a token for each word, spaces in front."""
+    """The tokenizer of the tasks: one token per word."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
     from tokenizers import pre_tokenizers as pieces
 
     special = (UNKNOWN, END, MASK)
-    words = {w if w in special else f"▁{w}": i for w, i in IDS.items()}
-    backend = Tokenizer(models.WordLevel(words, unk_token=UNKNOWN))
+    vocabulary = {w if w in special else f"▁{w}": i for w, i in IDS.items()}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.normalizer = normalizers.Sequence(
         [normalizers.Strip(), normalizers.Replace(Regex(r"\s+"), " ")]
     )

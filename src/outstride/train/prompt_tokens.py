@@ -1,4 +1,4 @@
-"""`prompt-tokens`: a few inputs that make the target say what it will say further ahead."""
+"""`prompt-tokens`: a few trained embeddings with which the target itself predicts further tokens."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import torch
 from torch.nn import functional as fn
 
 from outstride.core.contracts import CAUSAL
-from outstride.train.layers import Pair, Shape, heads, layer, norm, turns, within
-from outstride.train.recipe import Measured, Recipe, recipe
+from outstride.train.acceptance_length import measure_chains, sample_anchors
+from outstride.train.corpus_files import TrainingRows
+from outstride.train.layers import LayerShape, Pair, layer, norm, project_heads, rope_tables, within
+from outstride.train.recipe import Measurement, Recipe, recipe
 from outstride.train.target import Target
-from outstride.train.walk import along, anchored
-from outstride.train.words import Rows
 
 
 @recipe("prompt-tokens")
-class PromptTokens(Recipe):
-    """A few trained inputs, put behind a text, that let the target itself guess several tokens.
+class PromptTokensRecipe(Recipe):
+    """A few trained input embeddings, appended to a text, that let the target itself draft several
+    tokens.
 
-    They stand where the next tokens will; each sees the text and those before it, and says what
-    comes behind its place. The rows of the embedding that they are is all that is trained.
+    They stand at the positions of the next tokens; each sees the text and those before it, and
+    predicts the token after its position. Only these embedding rows are trained.
 
-    count: how many. kept: candidates of each that a tree may be made of. anchors: places per text and
-    step. decay: what an input weighs beside the one before it.
+    count: how many. kept: candidates of each that a draft tree may use. anchors: positions per text
+    and step. decay: weight of an input relative to the one before it.
 
     Paper: Parallel Prompt Decoding (PPD), PaSS
     Makes: prompt-tokens
@@ -42,8 +43,8 @@ class PromptTokens(Recipe):
             raise ValueError("needs count and anchors of 1 or more, and kept from 1 to 16")
         if not 0 < decay <= 1:
             raise ValueError("needs decay above 0 and up to 1")
-        if target.config.vision != CAUSAL:
-            raise ValueError("drafts for models that continue their text, not for those with masks")
+        if target.config.attention_pattern != CAUSAL:
+            raise ValueError("drafts for autoregressive models, not for masked ones")
         self.target, self.count = target, count
         self.kept = min(kept, target.config.vocab_size)
         self.anchors, self.decay = anchors, decay
@@ -53,27 +54,27 @@ class PromptTokens(Recipe):
         self._layers = [
             within(target.weights, f"model.layers.{i}.") for i in range(target.config.layers)
         ]
-        self._turns: dict[int, Pair] = {}
+        self._rope_tables: dict[int, Pair] = {}
         self._ranks = torch.zeros(count, self.kept)
 
-    def loss(self, rows: Rows, numbers: torch.Generator) -> torch.Tensor:
-        """Cross-entropy of what the inputs say behind random positions of the answers."""
-        scores, right, inside = self._scores(rows, anchored(rows, self.anchors, numbers))
+    def loss(self, rows: TrainingRows, numbers: torch.Generator) -> torch.Tensor:
+        """Cross-entropy of the inputs' predictions after random positions of the answers."""
+        scores, right, inside = self._scores(rows, sample_anchors(rows, self.anchors, numbers))
         weights = self.decay ** torch.arange(self.count, device=right.device) * inside
         losses = fn.cross_entropy(scores.flatten(0, 2), right.flatten(), reduction="none")
         return (losses.view_as(weights) * weights).sum() / weights.sum().clamp(min=1e-6)
 
     @torch.no_grad()
-    def measure(self, held: Rows) -> Measured:
-        """How many guesses of a chain are right, and which candidates of each depth.
+    def measure(self, held: TrainingRows) -> Measurement:
+        """Acceptance length of a chain, and acceptance rates of candidates by depth and rank.
 
-        A candidate counts where those before it in the text were among the candidates as well: that
-        is where a tree has come when it is asked for.
+        A candidate counts where all earlier tokens of the text were among the candidates as well:
+        only there does a tree reach it.
         """
         device = self.target.device
         self._found = torch.zeros(self.count, self.kept, device=device)
         self._asked = torch.zeros(self.count, 1, device=device)
-        measured = along(held.to(device), self._runs, self.count, 0.0, {})
+        measured = measure_chains(held.to(device), self._count_correct, self.count, 0.0, {})
         self._ranks = (self._found / self._asked.clamp(min=1)).cpu()
         return measured
 
@@ -86,57 +87,65 @@ class PromptTokens(Recipe):
     # --- one batch --------------------------------------------------------------------------------
 
     def _scores(
-        self, rows: Rows, anchors: torch.Tensor
+        self, rows: TrainingRows, anchors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For each anchor (the last settled token, in whose place the first input stands) and input:
-        the scores of all tokens, the right one, and whether that is within the text."""
+        """For each anchor (the last settled token, at whose position the first input stands) and
+        input: scores of all tokens, the correct token, and whether it is within the text.
+        """
         tokens, length = rows.tokens, rows.tokens.shape[1]
         nodes = anchors[..., None] + torch.arange(self.count, device=tokens.device)
-        states = self._states(rows, anchors, nodes.flatten(1))
-        y = norm(states, self.target.weights["model.norm.weight"], self.target.config.norm_eps)
+        hidden = self._input_hidden(rows, anchors, nodes.flatten(1))
+        y = norm(hidden, self.target.weights["model.norm.weight"], self.target.config.norm_eps)
         scores = fn.linear(y, self.target.head.to(y)).float()
         at = torch.arange(len(tokens), device=tokens.device)[:, None, None]
         right = tokens[at, (nodes + 1).clamp(max=length - 1)]
         inside = (nodes + 1 < rows.stops[:, None, None]) & (anchors > 0)[..., None]
         return scores.view(*nodes.shape, -1), right, inside
 
-    def _states(self, rows: Rows, anchors: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-        """What leaves the last layer at the inputs: [rows, inputs, width]. The text, which does not
-        see them, goes through the layers beside them."""
+    def _input_hidden(
+        self, rows: TrainingRows, anchors: torch.Tensor, nodes: torch.Tensor
+    ) -> torch.Tensor:
+        """Outputs of the last layer at the inputs: [rows, inputs, width]. The text, which does not
+        see them, runs through the layers in parallel.
+        """
         config, length, device = self.target.config, rows.tokens.shape[1], rows.tokens.device
-        shape, (cos, sin) = Shape.of(config), self._turn(length + self.count)
-        text, turn = (cos[:length], sin[:length]), (cos[nodes], sin[nodes])
+        shape, (cos, sin) = LayerShape.of(config), self._rope(length + self.count)
+        text, rope = (cos[:length], sin[:length]), (cos[nodes], sin[nodes])
         own = torch.arange(anchors.shape[1], device=device).repeat_interleave(self.count)
         order = torch.arange(len(own), device=device)
         keys = torch.arange(length, device=device)
         before = keys < anchors[:, own, None]
         chain = (own[:, None] == own) & (order[:, None] >= order)
-        sees = torch.cat([before, chain.expand(len(rows), -1, -1)], dim=-1)[:, None]
+        mask = torch.cat([before, chain.expand(len(rows), -1, -1)], dim=-1)[:, None]
         back = nodes[..., None] - torch.cat([keys.expand(len(rows), -1), nodes], dim=1)[:, None]
         x = fn.embedding(rows.tokens, self.target.embedding).float()
         z = self.weights["prompt.weight"].repeat(anchors.shape[1], 1).expand(len(rows), -1, -1)
         for i, weights in enumerate(self._layers):
-            turned, window = config.rope_layers[i], config.windows[i]
+            rotated, window = config.rope_layers[i], config.windows[i]
             with torch.no_grad():
                 y = norm(x, weights["input_layernorm.weight"], shape.eps)
-                read = (
-                    heads(shape, weights, y, "k", text if turned else None),
-                    heads(shape, weights, y, "v", None),
+                text_kv = (
+                    project_heads(shape, weights, y, "k", text if rotated else None),
+                    project_heads(shape, weights, y, "v", None),
                 )
-                x = layer(shape, weights, x, text if turned else None, self._near(window, keys))
-            near = sees if window is None else sees & (back < window)[:, None]
-            z = layer(shape, weights, z, turn if turned else None, near, read)
+                x = layer(
+                    shape, weights, x, text if rotated else None, self._text_mask(window, keys)
+                )
+            near = mask if window is None else mask & (back < window)[:, None]
+            z = layer(shape, weights, z, rope if rotated else None, near, text_kv)
         return z
 
-    def _near(self, window: int | None, keys: torch.Tensor) -> torch.Tensor | None:
-        """The mask of the text in one layer; None: causal."""
+    def _text_mask(self, window: int | None, keys: torch.Tensor) -> torch.Tensor | None:
+        """Attention mask of the text in one layer; None: causal."""
         if window is None or window >= len(keys):
             return None
         back = keys[:, None] - keys
         return (back >= 0) & (back < window)
 
-    def _runs(self, rows: Rows) -> torch.Tensor:
-        """For each position of answers, how many guesses behind it are right; -1 elsewhere."""
+    def _count_correct(self, rows: TrainingRows) -> torch.Tensor:
+        """Number of correct draft tokens after each position of answers; -1 elsewhere: [rows,
+        length].
+        """
         runs = torch.full_like(rows.tokens, -1)
         first, stop = int(rows.starts.min()) - 1, int(rows.stops.max()) - 1
         for low in range(first, stop, self.anchors):
@@ -154,7 +163,7 @@ class PromptTokens(Recipe):
             self._asked += counted.sum((0, 1))[:, None]
         return runs
 
-    def _turn(self, length: int) -> Pair:
-        if length not in self._turns:
-            self._turns[length] = turns(self.target.config, length, self.target.device)
-        return self._turns[length]
+    def _rope(self, length: int) -> Pair:
+        if length not in self._rope_tables:
+            self._rope_tables[length] = rope_tables(self.target.config, length, self.target.device)
+        return self._rope_tables[length]

@@ -1,8 +1,8 @@
-"""Recipes by name. A recipe says what is trained beside a model, from which loss, and how good it is.
+"""Recipes by name. A recipe defines what is trained for a model, its loss, and its measurement.
 
-One file per recipe; being registered puts it into `outstride train`. Its options are the keyword-only
-arguments of its constructor, and what it is, makes and stands on is read from its docstring, exactly
-as with methods (`outstride.registry`). The loop that trains it is `train.fit`, the same for all.
+One file per recipe; registering it adds it to `outstride train`. Its options are the keyword-only
+arguments of its constructor, and its description is parsed from its docstring, exactly as with
+methods (`outstride.registry`). The training loop is `train.fit`, the same for all.
 """
 
 from __future__ import annotations
@@ -22,86 +22,87 @@ from outstride.registry import Option, describe, options_of, read_options
 if TYPE_CHECKING:
     import torch
 
+    from outstride.train.corpus_files import TrainingRows
     from outstride.train.target import Target
-    from outstride.train.words import Rows
 
 FIELDS = ("Paper", "Makes")
-"""What the docstring of a recipe says in one line each: where it is from; the method that uses it."""
+"""Fields of a recipe's docstring: its papers; the method that uses the result."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """How good a trained part is on texts that it was not trained on."""
+class Measurement:
+    """How good a draft head is on held-out texts."""
 
     tokens_per_pass: float
-    """What a pass of the target is expected to settle, along a decode."""
+    """Expected tokens that a pass of the target settles, along a decode."""
     by_depth: Sequence[float] = ()
-    """How often the first 1, 2, … guesses are all right."""
+    """How often the first 1, 2, … draft tokens are all accepted."""
     overhead: float = 0.0
-    """What drafting costs besides, in passes of one node of the target."""
-    carried: float = 0.0
-    """Nodes that each node of a pass carries for each guess of the next draft, in the same pass."""
+    """Cost of drafting, in passes of the target over one node."""
+    masks_per_node: float = 0.0
+    """Mask nodes for the next draft that each node of a pass has, per draft token, in the same pass."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Whatever else is worth knowing."""
+    """Other figures."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "tokens_per_pass": round(self.tokens_per_pass, 4),
             "by_depth": [round(share, 4) for share in self.by_depth],
             "overhead": round(self.overhead, 4),
-            "carried": round(self.carried, 4),
+            "masks_per_node": round(self.masks_per_node, 4),
             **{name: round(value, 5) for name, value in self.figures.items()},
         }
 
 
 class Recipe(ABC):
-    """What is trained, and how well it does.
+    """What is trained, and how good it is.
 
     The constructor takes the target and keyword-only options of type int, float, str or bool. It and
-    `prepare` fill `weights`; torch's own random numbers stand at the run's seed when they are called,
-    so that what they draw is a function of it.
+    `prepare` fill `weights`; torch's random generator is at the run's seed when they are called, so
+    that what they sample is a function of it.
     """
 
     name: ClassVar[str] = ""
     changes_target: ClassVar[bool] = False
-    """Whether it fine-tunes the model itself, which the command then says loudly. Its result is a
-    checkpoint folder and no part: see `train.whole`."""
+    """Whether it fine-tunes the model itself, which the command then announces. Its result is a
+    checkpoint folder and no draft head: see `train.full_finetune`.
+    """
     target: Target
     weights: dict[str, torch.Tensor]
-    """What is trained: float32 on the target's device. `fit` makes leaves with gradients of them."""
+    """What is trained: float32 on the target's device. `fit` turns them into leaves with gradients."""
     progress: float = 0.0
-    """How much of the training is done, from 0 to 1: `fit` says so before each step."""
+    """Share of the training that is done; `fit` sets it before each step."""
 
     @abstractmethod
     def __init__(self, target: Target, **options: Any) -> None: ...
 
-    def prepare(self, rows: Rows) -> None:
-        """Looks at all training rows once, before the first step; also when a run goes on."""
+    def prepare(self, rows: TrainingRows) -> None:
+        """Called once with all training rows before the first step, also when a run resumes."""
         del rows
 
     @abstractmethod
-    def loss(self, rows: Rows, numbers: torch.Generator) -> torch.Tensor:
-        """The loss of a batch that is on the device already; under bfloat16 autocast on a card.
+    def loss(self, rows: TrainingRows, numbers: torch.Generator) -> torch.Tensor:
+        """The loss of a batch on the device, under bfloat16 autocast on a GPU.
 
-        A recipe whose loss torch can compile compiles it itself: batches are always of one size.
+        A recipe whose loss torch can compile compiles it itself: batches always have one size.
         """
 
     @abstractmethod
-    def measure(self, held: Rows) -> Measured:
-        """How good the weights are now, on held-out rows. No gradients; draws nothing."""
+    def measure(self, held: TrainingRows) -> Measurement:
+        """How good the weights are now, on held-out rows. No gradients, no random numbers."""
 
     def config(self) -> dict[str, Any]:
-        """What the result's config.json says besides its kind, version and target."""
+        """Fields of the result's config.json besides its kind, version and target."""
         return {}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Further tensors that belong to the result but are not trained."""
+        """Further tensors of the result that are not trained."""
         return {}
 
     def write(self, folder: Path, about: Mapping[str, Any], *, int8: bool) -> int:
-        """Leaves the result in a folder; how many bytes its weights have.
+        """Writes the result to a folder; returns the bytes of its weights.
 
-        about: kind, version and target, which a part's config.json begins with.
+        about: kind, version and target, the first fields of a draft head's config.json.
         """
         from outstride.train.checkpoint import write_model
 
@@ -110,8 +111,8 @@ class Recipe(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """What is known of a recipe without making one."""
+class RecipeEntry:
+    """The description of a recipe."""
 
     name: str
     summary: str
@@ -123,7 +124,7 @@ class Entry:
 
 
 R = TypeVar("R", bound=type[Recipe])
-_recipes: dict[str, Entry] = {}
+_recipes: dict[str, RecipeEntry] = {}
 
 
 def recipe(name: str) -> Callable[[R], R]:
@@ -133,7 +134,7 @@ def recipe(name: str) -> Callable[[R], R]:
         about = describe(cls, FIELDS)
         if name in _recipes:
             raise TypeError(f"two recipes are called {name!r}")
-        _recipes[name] = Entry(
+        _recipes[name] = RecipeEntry(
             name=name,
             summary=about["summary"],
             paper=about["Paper"],
@@ -149,19 +150,19 @@ def recipe(name: str) -> Callable[[R], R]:
 
 
 def discover() -> None:
-    """Imports every module beside this one, which registers the recipes in them."""
+    """Imports every module of this package, which registers its recipes."""
     package = importlib.import_module("outstride.train")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"outstride.train.{module.name}")
 
 
-def entries() -> list[Entry]:
+def entries() -> list[RecipeEntry]:
     """All recipes, by name."""
     return [_recipes[name] for name in sorted(_recipes)]
 
 
-def entry(name: str) -> Entry:
-    """One recipe; an unknown name is answered with near ones."""
+def entry(name: str) -> RecipeEntry:
+    """One recipe; the error for an unknown name suggests similar ones."""
     if name not in _recipes:
         near = difflib.get_close_matches(name, _recipes, n=3, cutoff=0.5)
         known = ", ".join(sorted(_recipes)) or "none"
@@ -170,7 +171,7 @@ def entry(name: str) -> Entry:
     return _recipes[name]
 
 
-def options(found: Entry, text: str) -> dict[str, Any]:
+def options(found: RecipeEntry, text: str) -> dict[str, Any]:
     """All options of a recipe with their values: those in `key=value,key=value`, else the defaults."""
     given = read_options(f"recipe {found.name!r}", found.options, text)
     if missing := [o.name for o in found.options if o.required and o.name not in given]:
@@ -178,8 +179,8 @@ def options(found: Entry, text: str) -> dict[str, Any]:
     return {option.name: given.get(option.name, option.default) for option in found.options}
 
 
-def build(found: Entry, target: Target, values: dict[str, Any], seed: int = 0) -> Recipe:
-    """A recipe for a target."""
+def build(found: RecipeEntry, target: Target, values: dict[str, Any], seed: int = 0) -> Recipe:
+    """Creates a recipe for a target."""
     import torch
 
     torch.manual_seed(seed)

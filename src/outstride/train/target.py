@@ -1,4 +1,4 @@
-"""`Target`: the frozen model that a trained part belongs to, over whole rows of text in torch."""
+"""`Target`: the frozen model that a draft head is trained for, over whole rows of text in torch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from outstride.models.config import DecoderConfig
 from outstride.models.load import locate, opened
 from outstride.models.tokenizer import Tokenizer
 from outstride.models.weights import check
-from outstride.train.layers import Pair, Shape, layer, norm, turns, within
+from outstride.ops.weights import unusual_layers
+from outstride.train.layers import LayerShape, Pair, layer, norm, rope_tables, within
 
 Layer = Callable[..., torch.Tensor]
 
 
 @dataclass(slots=True)
 class Target:
-    """A model's weights under their common names, and its states.
+    """A model's weights under their common names, and its hidden states.
 
-    On a card, matrices are bfloat16 and everything else is float32, states among it; elsewhere all
-    is float32. Nothing here has a gradient.
-    digest: names the vocabulary, as `Tokenizer.digest` does.
+    On a GPU, matrices are bfloat16 and everything else is float32, hidden states included; on a CPU
+    everything is float32. Nothing here has a gradient. digest: names the vocabulary, as
+    `Tokenizer.digest` does.
     """
 
     config: DecoderConfig
@@ -37,17 +38,17 @@ class Target:
     digest: str = ""
     _layer: Layer = field(default=layer, init=False, repr=False)
     _layers: list[dict[str, torch.Tensor]] = field(default_factory=list, init=False, repr=False)
-    _turns: dict[int, Pair] = field(default_factory=dict, init=False, repr=False)
+    _rope_tables: dict[int, Pair] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         config = self.config
-        if not config.plain or config.rotary is not None:
+        if unusual_layers(config) or config.rotary is not None:
             raise UnsupportedModel(
-                f"models of the kind {config.architecture} cannot be trained beside yet: only dense "
-                "layers without clipping or norms over all heads can"
+                f"draft heads cannot be trained for {config.architecture} models yet: only for dense "
+                "layers without clipping or norms over all heads"
             )
         check(config, self.weights)
-        half = torch.bfloat16 if self.on_card else torch.float32
+        half = torch.bfloat16 if self.on_gpu else torch.float32
         for name, value in self.weights.items():
             kind = half if value.dim() > 1 else torch.float32
             self.weights[name] = value.detach().to(self.device, kind)
@@ -60,7 +61,7 @@ class Target:
         return cls(config, read_tensors(), device, tokenizer, name, tokenizer.digest)
 
     @property
-    def on_card(self) -> bool:
+    def on_gpu(self) -> bool:
         return torch.device(self.device).type == "cuda"
 
     @property
@@ -69,7 +70,7 @@ class Target:
 
     @property
     def head(self) -> torch.Tensor:
-        """The matrix that scores tokens: [vocabulary, width]."""
+        """The LM head: [vocabulary, width]."""
         return self.embedding if self.config.tied else self.weights["lm_head.weight"]
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
@@ -78,32 +79,32 @@ class Target:
 
     @property
     def size(self) -> int:
-        """How many weights a pass reads."""
+        """Number of weights that a pass reads."""
         shapes = self.config.shapes().items()
         every = sum(math.prod(shape) for name, shape in shapes if "embed" not in name)
         return every + (self.embedding.numel() if self.config.tied else 0)
 
     def compile(self, **how: Any) -> None:
-        """Lets torch compile the layers, all of which share one program for each shape of rows."""
+        """Compiles the layers, which share one program for each shape of rows."""
         self._layer = torch.compile(layer, dynamic=False, **how)
 
     def autocast(self) -> torch.autocast:
-        """Products in bfloat16 on a card, in float32 elsewhere."""
+        """Matrix products in bfloat16 on a GPU, in float32 elsewhere."""
         kind = torch.device(self.device).type
-        return torch.autocast(kind, torch.bfloat16, enabled=self.on_card)
+        return torch.autocast(kind, torch.bfloat16, enabled=self.on_gpu)
 
     @torch.no_grad()
-    def states(
-        self, tokens: torch.Tensor, taps: Sequence[int], sees: torch.Tensor | None = None
+    def hidden_states(
+        self, tokens: torch.Tensor, taps: Sequence[int], mask: torch.Tensor | None = None
     ) -> dict[int, torch.Tensor]:
-        """The states of rows of text that enter each of these layers: [rows, length, width].
+        """Inputs of each of these layers over rows of text: [rows, length, width].
 
-        The number of layers stands for what leaves the last one, before the final norm. A position
-        sees those up to itself, or what `sees` says: [rows, length, length].
+        The number of layers stands for the output of the last one, before the final norm. Attention
+        is causal, or as `sees` says: [rows, length, length].
         """
         config, found = self.config, {}
         if any(not 0 <= tap <= config.layers for tap in taps):
-            raise ValueError(f"states enter layers 0 to {config.layers}, not {list(taps)}")
+            raise ValueError(f"hidden states enter layers 0 to {config.layers}, not {list(taps)}")
         length = tokens.shape[1]
         x = fn.embedding(tokens, self.embedding).float()
         with self.autocast():
@@ -111,20 +112,20 @@ class Target:
                 if i in taps:
                     found[i] = x
                 if i < max(taps, default=0):
-                    turn = self._turn(length) if config.rope_layers[i] else None
-                    seen = self._seen(config.windows[i], length, sees)
-                    x = self._layer(Shape.of(config), self._layers[i], x, turn, seen)
+                    rope = self._rope(length) if config.rope_layers[i] else None
+                    seen = self._seen(config.windows[i], length, mask)
+                    x = self._layer(LayerShape.of(config), self._layers[i], x, rope, seen)
         return found
 
     @torch.no_grad()
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """What states that left the last layer say of the next token."""
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Next-token logits of hidden states that left the last layer."""
         with self.autocast():
-            y = norm(states, self.weights["model.norm.weight"], self.config.norm_eps)
+            y = norm(hidden, self.weights["model.norm.weight"], self.config.norm_eps)
             return fn.linear(y, self.head).float()
 
     def about(self) -> Mapping[str, int | str]:
-        """What a trained part has to know of the model that it belongs to."""
+        """What a draft head records of its target."""
         config = self.config
         return {
             "name": self.name,
@@ -134,18 +135,18 @@ class Target:
             "vocabulary": self.digest,
         }
 
-    def _turn(self, length: int) -> Pair:
-        if length not in self._turns:
-            self._turns[length] = turns(self.config, length, self.device)
-        return self._turns[length]
+    def _rope(self, length: int) -> Pair:
+        if length not in self._rope_tables:
+            self._rope_tables[length] = rope_tables(self.config, length, self.device)
+        return self._rope_tables[length]
 
     def _seen(
-        self, window: int | None, length: int, sees: torch.Tensor | None
+        self, window: int | None, length: int, mask: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The mask of one layer; None: causal. A window counts the position itself."""
+        """Attention mask of one layer; None: causal. A window counts the position itself."""
         if window is None or window >= length:
-            return None if sees is None else sees[:, None]
+            return None if mask is None else mask[:, None]
         places = torch.arange(length, device=self.device)
         back = places[:, None] - places[None]
         near = back < window
-        return (near & (back >= 0)) if sees is None else (near & sees)[:, None]
+        return (near & (back >= 0)) if mask is None else (near & mask)[:, None]

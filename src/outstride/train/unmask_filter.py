@@ -1,4 +1,4 @@
-"""`unmask-filter`: a tiny network that tells which guesses of a masked model will stay."""
+"""`unmask-filter`: a small network that predicts which tokens of a masked model are final."""
 
 from __future__ import annotations
 
@@ -8,27 +8,35 @@ import numpy as np
 import torch
 from torch.nn import functional as fn
 
-from outstride.accept.filter import FEATURES, features
-from outstride.train.recipe import Measured, Recipe, recipe
+from outstride.diffusion.filter import FEATURES, features
+from outstride.train.corpus_files import TrainingRows
+from outstride.train.full_finetune import DifferentiableModel
+from outstride.train.recipe import Measurement, Recipe, recipe
 from outstride.train.target import Target
-from outstride.train.unmasking import Look, Manner, Written, agreement, numbers_of, surest, write
-from outstride.train.whole import Reader
-from outstride.train.words import Rows
+from outstride.train.unmasking import (
+    CanvasScores,
+    FinishedCanvases,
+    MaskedDecoding,
+    agreement,
+    most_confident,
+    rows_by_key,
+    write,
+)
 
 _TEXTS = 48
 """Held-out texts that are measured."""
 
 
 @recipe("unmask-filter")
-class UnmaskFilter(Recipe):
-    """A per-position filter for masked models: will the token that is guessed here stay?
+class UnmaskFilterRecipe(Recipe):
+    """A per-position filter for masked models: is the most likely token of this mask the final one?
 
-    The model writes the answers once, one token per pass. What each pass shows of every mask is
-    learned from, with whether its guess was the token of the finished text. Of the words only the
-    prompts and the lengths of the answers are used.
+    The model first writes the answers, one token per pass. Training examples are the features of
+    every mask in each pass, with whether its argmax was the token of the finished text. Only the
+    prompts and the answer lengths of the corpus are used.
 
-    units: of the network. sure: the probability of staying that is enough to settle a token.
-    texts: so many are written to learn from. picks: guesses per text and step.
+    units: hidden units of the network. sure: predicted probability that is enough to settle a token.
+    texts: number of texts that the model writes to learn from. picks: examples per text and step.
 
     Paper: Learn2PD (Bao et al., 2025)
     Makes: filter
@@ -47,8 +55,8 @@ class UnmaskFilter(Recipe):
             raise ValueError("needs units, texts and picks of 1 or more, and sure between 0 and 1")
         self.target, self.units, self.sure = target, units, sure
         self.texts, self.picks = texts, picks
-        self.manner = Manner.of(target)
-        self.reader = Reader(target.config, target.weights, target.device)
+        self.decoding = MaskedDecoding.of(target)
+        self.model = DifferentiableModel(target.config, target.weights, target.device)
         device = target.device
         self.weights = {
             "inner.weight": (FEATURES**-0.5 * torch.randn(units, FEATURES)).to(device),
@@ -58,22 +66,22 @@ class UnmaskFilter(Recipe):
         }
         self._shown = self._stays = self._firsts = self._counts = torch.empty(0)
         self._keys = torch.empty(0, dtype=torch.long)
-        self._plain: Written | None = None
+        self._plain: FinishedCanvases | None = None
 
-    def prepare(self, rows: Rows) -> None:
+    def prepare(self, rows: TrainingRows) -> None:
         """Writes the answers, and notes what each pass shows of each mask."""
         rows = rows.take(slice(self.texts)).to(self.target.device)
         texts, places, tokens, shown = [], [], [], []
 
-        def note(look: Look) -> torch.Tensor:
-            text, place = look.work.nonzero(as_tuple=True)
-            texts.append(look.texts[text])
+        def note(scores: CanvasScores) -> torch.Tensor:
+            text, place = scores.work.nonzero(as_tuple=True)
+            texts.append(scores.texts[text])
             places.append(place)
-            tokens.append(look.tokens[look.work])
-            shown.append(_features(look)[look.work])
-            return surest(look)
+            tokens.append(scores.tokens[scores.work])
+            shown.append(_features(scores)[scores.work])
+            return most_confident(scores)
 
-        written = write(self.reader, self.manner, rows, note)
+        written = write(self.model, self.decoding, rows, note)
         text = torch.cat(texts)
         order = text.argsort(stable=True)
         final = written.tokens[text, torch.cat(places)]
@@ -84,9 +92,9 @@ class UnmaskFilter(Recipe):
         self._keys, order = rows.keys.sort()
         self._counts, self._firsts = self._counts[order], self._firsts[order]
 
-    def loss(self, rows: Rows, numbers: torch.Generator) -> torch.Tensor:
-        """Cross-entropy of staying, over guesses of random passes."""
-        text = numbers_of(rows.keys, self._keys)
+    def loss(self, rows: TrainingRows, numbers: torch.Generator) -> torch.Tensor:
+        """Binary cross-entropy over masks of random passes."""
+        text = rows_by_key(rows.keys, self._keys)
         draws = torch.rand(len(text), self.picks, generator=numbers, device=text.device)
         picks = self._firsts[text][:, None] + (draws * self._counts[text][:, None]).long()
         picks = picks.clamp(max=len(self._stays) - 1)
@@ -100,29 +108,29 @@ class UnmaskFilter(Recipe):
         return fn.linear(inner, own["outer.weight"], own["outer.bias"])[..., 0].float()
 
     @torch.no_grad()
-    def measure(self, held: Rows) -> Measured:
-        """How many tokens a pass settles with the filter, and how many are those of single steps."""
+    def measure(self, held: TrainingRows) -> Measurement:
+        """Tokens per pass with the filter, and how many tokens equal those of single steps."""
         rows = held.take(slice(_TEXTS)).to(self.target.device)
         if self._plain is None:
-            self._plain = write(self.reader, self.manner, rows, surest)
+            self._plain = write(self.model, self.decoding, rows, most_confident)
 
-        def choose(look: Look) -> torch.Tensor:
-            return look.work & (self._scores(_features(look)).sigmoid() >= self.sure)
+        def choose(scores: CanvasScores) -> torch.Tensor:
+            return scores.work & (self._scores(_features(scores)).sigmoid() >= self.sure)
 
-        found = write(self.reader, self.manner, rows, choose)
-        return Measured(found.tokens_per_pass, figures=agreement(found, self._plain))
+        found = write(self.model, self.decoding, rows, choose)
+        return Measurement(found.tokens_per_pass, figures=agreement(found, self._plain))
 
     def config(self) -> dict[str, Any]:
         return {"units": self.units, "features": FEATURES, "threshold": self.sure}
 
 
-def _features(look: Look) -> torch.Tensor:
-    """The same numbers as the method sees: [texts, positions, features]."""
-    chance, gap, doubt = (
-        torch.where(look.work, table, 0.0).cpu().numpy().astype(np.float32)
-        for table in (look.chance, look.gap, look.doubt)
+def _features(scores: CanvasScores) -> torch.Tensor:
+    """The features that the method computes: [texts, positions, features]."""
+    probability, margin, entropy = (
+        torch.where(scores.work, table, 0.0).cpu().numpy().astype(np.float32)
+        for table in (scores.probability, scores.margin, scores.entropy)
     )
-    work, settled = look.work.cpu().numpy(), look.settled.cpu().numpy()
-    sure = np.where(work, chance, settled.astype(np.float32))
-    shown = torch.from_numpy(features(chance, gap, doubt, work, sure))
-    return shown.to(look.chance.device)
+    work, settled = scores.work.cpu().numpy(), scores.settled.cpu().numpy()
+    sure = np.where(work, probability, settled.astype(np.float32))
+    shown = torch.from_numpy(features(probability, margin, entropy, work, sure))
+    return shown.to(scores.probability.device)

@@ -1,8 +1,8 @@
-"""Unmasking in torch: what a masked model writes behind many prompts at once, pass by pass.
+"""Masked decoding in torch: what a masked model writes after many prompts at once, pass by pass.
 
-It takes the course that the engine takes: blocks from left to right, at least one token settled per
-pass, nothing behind a settled end of text. Prompts come from rows of words; of their answers only the
-length is used, which is how long the canvas is.
+It decodes as the engine does: blocks from left to right, at least one token settled per pass,
+nothing after a settled end-of-text token. Prompts come from training rows; only the length of their
+answers is used, as the length of the canvas.
 """
 
 from __future__ import annotations
@@ -12,129 +12,133 @@ from dataclasses import dataclass
 
 import torch
 
-from outstride.core.contracts import Masking
+from outstride.core.contracts import MaskedSpec
 from outstride.errors import UnsupportedModel
-from outstride.models.diffusion import masking_of
+from outstride.models.diffusion import masked_spec_of
+from outstride.train.corpus_files import TrainingRows
+from outstride.train.full_finetune import DifferentiableModel
 from outstride.train.target import Target
-from outstride.train.whole import Reader
-from outstride.train.words import Rows
 
 NEVER = 1 << 30
-"""The time of a position that was not settled; and an end that is not there."""
+"""The time of a position that is not settled; and the position of a missing end of text."""
 GIVEN = -1
-"""The time of a prompt."""
+"""The time of a prompt token."""
 SEEN = 8
-"""So many of the likeliest tokens of a position are looked at."""
+"""Number of most likely tokens per position that are used."""
 _ROWS = 128
 """Texts that are written at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class MaskedDecoding:
     """How a model fills in masks, and which tokens end a text."""
 
-    masking: Masking
+    spec: MaskedSpec
     ends: tuple[int, ...]
 
     @classmethod
-    def of(cls, target: Target) -> Manner:
+    def of(cls, target: Target) -> MaskedDecoding:
         config, tokenizer = target.config, target.tokenizer
         if config.diffusion is None or tokenizer is None:
             raise UnsupportedModel(f"{target.name or 'this model'} fills in no masks")
-        masking = masking_of(config.diffusion, tokenizer, config.vocab_size)
-        assert masking is not None
-        return cls(masking, tuple(sorted(tokenizer.eos_ids)))
+        spec = masked_spec_of(config.diffusion, tokenizer, config.vocab_size)
+        assert spec is not None
+        return cls(spec, tuple(sorted(tokenizer.eos_ids)))
 
-    def width(self, rows: Rows) -> int:
+    def width(self, rows: TrainingRows) -> int:
         """Positions of the canvases of these rows: whole blocks."""
-        longest, size = int(rows.stops.max()), self.masking.block
+        longest, size = int(rows.stops.max()), self.spec.block
         return longest if size is None else -(-longest // size) * size
 
     def blocks(self, places: torch.Tensor) -> torch.Tensor:
-        """The number of the block in which each position lies."""
-        size = self.masking.block
+        """Block number of each position."""
+        size = self.spec.block
         return torch.zeros_like(places) if size is None else places // size
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What a pass shows of canvases; each table is [texts, positions]."""
+class CanvasScores:
+    """The scores of one pass over canvases; each tensor is [texts, positions]."""
 
     tokens: torch.Tensor
-    """The likeliest token of each position in work."""
-    chance: torch.Tensor
+    """The most likely token of each masked position of the current block."""
+    probability: torch.Tensor
     """Its probability; -1 elsewhere."""
-    gap: torch.Tensor
-    """Its lead over the next."""
-    doubt: torch.Tensor
-    """The entropy of the likeliest few, all others taken as one, in nats."""
+    margin: torch.Tensor
+    """Its margin over the second most likely token."""
+    entropy: torch.Tensor
+    """Entropy of the most likely few tokens, all others counted as one, in nats."""
     work: torch.Tensor
-    """Open positions of the block in work."""
+    """Masked positions of the current block."""
     settled: torch.Tensor
     forced: torch.Tensor
-    """Those in work that nothing will score again."""
+    """Those of them that no later pass scores again."""
     texts: torch.Tensor
-    """The numbers of the texts."""
+    """Numbers of the texts: [texts]."""
 
 
-Choose = Callable[[Look], torch.Tensor]
-"""Which positions in work to settle; where it chooses none, the surest is settled."""
+Choose = Callable[[CanvasScores], torch.Tensor]
+"""Chooses the positions to settle; where it chooses none, the most confident one is settled."""
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What was written, and when."""
+class FinishedCanvases:
+    """Settled tokens, and the pass that settled each."""
 
     tokens: torch.Tensor
     """[texts, positions]; masks where nothing was settled."""
     times: torch.Tensor
-    """The pass that settled a position: [texts, positions]; `GIVEN` or `NEVER` where none did."""
+    """The pass that settled a position, [texts, positions]; `GIVEN` or `NEVER` where none did."""
     passes: torch.Tensor
     """[texts]"""
 
     @property
-    def said(self) -> torch.Tensor:
-        """Where the answers are."""
+    def answers(self) -> torch.Tensor:
+        """Positions of answer tokens."""
         return (self.times >= 0) & (self.times < NEVER)
 
     @property
     def tokens_per_pass(self) -> float:
-        return float(self.said.sum() / self.passes.sum().clamp(min=1))
+        return float(self.answers.sum() / self.passes.sum().clamp(min=1))
 
 
-def surest(look: Look) -> torch.Tensor:
-    """One position of each text, as `steps` takes it: confidence to two places, then the leftmost."""
-    return _largest(look, (100 * look.chance).round())
+def most_confident(scores: CanvasScores) -> torch.Tensor:
+    """One position of each text, as `steps` chooses it: confidence to two decimals, then the
+    leftmost.
+    """
+    return _largest(scores, (100 * scores.probability).round())
 
 
-def _largest(look: Look, values: torch.Tensor) -> torch.Tensor:
-    """The position in work of each text with the largest value, the leftmost of equals."""
-    values = torch.where(look.work, values, -1.0)
+def _largest(scores: CanvasScores, values: torch.Tensor) -> torch.Tensor:
+    """The position of each text with the largest value, the leftmost of equals."""
+    values = torch.where(scores.work, values, -1.0)
     best = (values == values.amax(1, keepdim=True)).int().argmax(1, keepdim=True)
-    return torch.zeros_like(look.work).scatter_(1, best, True) & look.work
+    return torch.zeros_like(scores.work).scatter_(1, best, True) & scores.work
 
 
-def above(threshold: float) -> Choose:
-    """All positions that are as sure as that."""
-    return lambda look: look.work & (look.chance >= threshold)
+def at_least(threshold: float) -> Choose:
+    """Chooses all positions with at least this confidence."""
+    return lambda scores: scores.work & (scores.probability >= threshold)
 
 
 @torch.no_grad()
-def write(reader: Reader, manner: Manner, rows: Rows, choose: Choose) -> Written:
-    """Fills in canvases as long as the rows' answers, behind their prompts."""
-    width, parts = manner.width(rows), []
+def write(
+    model: DifferentiableModel, decoding: MaskedDecoding, rows: TrainingRows, choose: Choose
+) -> FinishedCanvases:
+    """Fills in canvases as long as the rows' answers, after their prompts."""
+    width, done = decoding.width(rows), []
     for first in range(0, len(rows), _ROWS):
         some = rows.take(slice(first, first + _ROWS))
-        canvas = Canvases.fresh(manner, some, width)
+        canvas = Canvases.fresh(decoding, some, width)
         while bool((live := canvas.live()).any()):
             texts = live.nonzero().flatten()
-            look = canvas.look(reader, texts, first)
-            canvas.settle(look, choose(look), texts)
-        parts.append(canvas.written)
-    return Written(
-        torch.cat([part.tokens for part in parts]),
-        torch.cat([part.times for part in parts]),
-        torch.cat([part.passes for part in parts]),
+            scores = canvas.score(model, texts, first)
+            canvas.settle(scores, choose(scores), texts)
+        done.append(canvas.written)
+    return FinishedCanvases(
+        torch.cat([one.tokens for one in done]),
+        torch.cat([one.times for one in done]),
+        torch.cat([one.passes for one in done]),
     )
 
 
@@ -142,26 +146,26 @@ def write(reader: Reader, manner: Manner, rows: Rows, choose: Choose) -> Written
 class Canvases:
     """Texts that are being filled in."""
 
-    manner: Manner
+    decoding: MaskedDecoding
     tokens: torch.Tensor
     times: torch.Tensor
     passes: torch.Tensor
     limits: torch.Tensor
     """[texts]: where each canvas ends."""
     cuts: torch.Tensor
-    """[texts]: behind which position an end of text was settled."""
+    """[texts]: the position after a settled end-of-text token."""
 
     @classmethod
-    def fresh(cls, manner: Manner, rows: Rows, width: int) -> Canvases:
-        """Prompts, and masks behind them."""
-        tokens = torch.full((len(rows), width), manner.masking.token, device=rows.tokens.device)
+    def fresh(cls, decoding: MaskedDecoding, rows: TrainingRows, width: int) -> Canvases:
+        """Prompts followed by masks."""
+        tokens = torch.full((len(rows), width), decoding.spec.token, device=rows.tokens.device)
         known = min(width, rows.tokens.shape[1])
         tokens[:, :known] = rows.tokens[:, :known]
         places = torch.arange(width, device=tokens.device)
         prompt = places < rows.starts[:, None]
         return cls(
-            manner,
-            torch.where(prompt, tokens, manner.masking.token),
+            decoding,
+            torch.where(prompt, tokens, decoding.spec.token),
             torch.where(prompt, GIVEN, NEVER),
             torch.zeros_like(rows.stops),
             rows.stops,
@@ -170,20 +174,24 @@ class Canvases:
 
     @classmethod
     def at(
-        cls, manner: Manner, written: Written, limits: torch.Tensor, times: torch.Tensor
+        cls,
+        decoding: MaskedDecoding,
+        written: FinishedCanvases,
+        limits: torch.Tensor,
+        times: torch.Tensor,
     ) -> Canvases:
-        """Texts as they stood before these passes, one for each: [texts]."""
+        """Texts as they were before these passes, one for each: [texts]."""
         settled = written.times < times[:, None]
-        tokens = torch.where(settled, written.tokens, manner.masking.token)
+        tokens = torch.where(settled, written.tokens, decoding.spec.token)
         place = torch.arange(tokens.shape[1], device=tokens.device)
-        ends = settled & (written.times >= 0) & _is_in(tokens, manner.ends)
+        ends = settled & (written.times >= 0) & _is_in(tokens, decoding.ends)
         cuts = torch.where(ends, place + 1, NEVER).amin(1)
         when = torch.where(settled, written.times, NEVER)
-        return cls(manner, tokens, when, times, limits, cuts)
+        return cls(decoding, tokens, when, times, limits, cuts)
 
     @property
-    def written(self) -> Written:
-        return Written(self.tokens, self.times, self.passes)
+    def written(self) -> FinishedCanvases:
+        return FinishedCanvases(self.tokens, self.times, self.passes)
 
     @property
     def places(self) -> torch.Tensor:
@@ -197,90 +205,98 @@ class Canvases:
         return self.open().any(1)
 
     def work(self) -> torch.Tensor:
-        """The open positions of the block in work."""
-        found, blocks = self.open(), self.manner.blocks(self.places)
+        """Masked positions of the current block."""
+        found, blocks = self.open(), self.decoding.blocks(self.places)
         return found & (blocks == blocks[found.int().argmax(1)][:, None])
 
-    def sees(self) -> torch.Tensor:
+    def mask(self) -> torch.Tensor:
         """Which position sees which: [texts, positions, positions]."""
-        size, places, width = self.manner.masking.block, self.places, self.tokens.shape[1]
+        size, places, width = self.decoding.spec.block, self.places, self.tokens.shape[1]
         seen = torch.minimum(self.limits, self.cuts)
         if size is not None:  # all of the block is there, to its end
             first = self.open().int().argmax(1)
             seen = torch.minimum((first // size + 1) * size, self.cuts)
-        blocks = self.manner.blocks(places)
+        blocks = self.decoding.blocks(places)
         visible = (blocks[None] <= blocks[:, None])[None] & (places < seen[:, None])[:, None]
         return visible | torch.eye(width, dtype=torch.bool, device=places.device)
 
     def take(self, texts: torch.Tensor) -> Canvases:
         tables = (self.tokens, self.times, self.passes, self.limits, self.cuts)
-        return Canvases(self.manner, *(table[texts] for table in tables))
+        return Canvases(self.decoding, *(table[texts] for table in tables))
 
-    def states(self, reader: Reader, work: torch.Tensor) -> torch.Tensor:
-        """The states that score the positions in work: [positions in work, width]."""
-        states = reader.states(self.tokens, self.sees())
-        if self.manner.masking.shifted:
-            states = states.roll(1, dims=1)
-        return states[work]
+    def hidden_states(self, model: DifferentiableModel, work: torch.Tensor) -> torch.Tensor:
+        """Hidden states that score the positions of `work`: [positions, width]."""
+        hidden = model.hidden_states(self.tokens, self.mask())
+        if self.decoding.spec.shifted:
+            hidden = hidden.roll(1, dims=1)
+        return hidden[work]
 
-    def look(self, reader: Reader, texts: torch.Tensor, first: int = 0) -> Look:
+    def score(
+        self, model: DifferentiableModel, texts: torch.Tensor, first: int = 0
+    ) -> CanvasScores:
         """One pass over some of the texts."""
         some = self.take(texts)
         work = some.work()
         with torch.autocast(self.tokens.device.type, torch.bfloat16, enabled=self.tokens.is_cuda):
-            found = reader.over(
-                some.states(reader, work), lambda logits: _shown(logits, self.manner)
+            found = model.map_logits(
+                some.hidden_states(model, work), lambda logits: _token_scores(logits, self.decoding)
             )
         shown = torch.full((*work.shape, 4), -1.0, device=work.device)
         shown[work] = found
-        masking, places = self.manner.masking, self.places
+        spec, places = self.decoding.spec, self.places
         forced = torch.zeros_like(work)
-        if masking.shifted and masking.block is not None:
-            forced = work & (places % masking.block == 0)
-        tokens, chance, gap, doubt = shown.unbind(-1)
+        if spec.shifted and spec.block is not None:
+            forced = work & (places % spec.block == 0)
+        tokens, probability, margin, entropy = shown.unbind(-1)
         settled = some.times < NEVER
-        return Look(tokens.long(), chance, gap, doubt, work, settled, forced, texts + first)
+        return CanvasScores(
+            tokens.long(), probability, margin, entropy, work, settled, forced, texts + first
+        )
 
-    def settle(self, look: Look, chosen: torch.Tensor, texts: torch.Tensor) -> None:
-        """Enters what was chosen, and at least one token for each text."""
-        chosen = (chosen & look.work) | look.forced
-        chosen |= _largest(look, look.chance) & ~chosen.any(1, keepdim=True)
-        self.tokens[texts] = torch.where(chosen, look.tokens, self.tokens[texts])
+    def settle(self, scores: CanvasScores, chosen: torch.Tensor, texts: torch.Tensor) -> None:
+        """Settles the chosen positions, and at least one for each text."""
+        chosen = (chosen & scores.work) | scores.forced
+        chosen |= _largest(scores, scores.probability) & ~chosen.any(1, keepdim=True)
+        self.tokens[texts] = torch.where(chosen, scores.tokens, self.tokens[texts])
         now = self.passes[texts][:, None]
         self.times[texts] = torch.where(chosen, now, self.times[texts])
         self.passes[texts] += 1
-        ends = chosen & _is_in(look.tokens, self.manner.ends)
+        ends = chosen & _is_in(scores.tokens, self.decoding.ends)
         cuts = torch.where(ends, self.places + 1, NEVER).amin(1)
         self.cuts[texts] = torch.minimum(self.cuts[texts], cuts)
 
 
-def agreement(found: Written, plain: Written) -> dict[str, float]:
-    """How much of other texts is there: tokens, and whole answers."""
-    same = (found.tokens == plain.tokens) | ~plain.said
+def agreement(found: FinishedCanvases, plain: FinishedCanvases) -> dict[str, float]:
+    """Agreement with other texts: share of equal tokens, and of equal answers."""
+    same = (found.tokens == plain.tokens) | ~plain.answers
     return {
-        "same_tokens": float((same & plain.said).sum() / plain.said.sum().clamp(min=1)),
+        "same_tokens": float((same & plain.answers).sum() / plain.answers.sum().clamp(min=1)),
         "same_answers": float(same.all(1).float().mean()),
         "tokens_per_pass_of_steps": plain.tokens_per_pass,
     }
 
 
-def numbers_of(keys: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
-    """The numbers of texts among those that were written (sorted); for others some of them stand in."""
+def rows_by_key(keys: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+    """Numbers of texts among those that were written (sorted keys); unknown keys map to some of
+    them.
+    """
     text = torch.searchsorted(written, keys).clamp(max=len(written) - 1)
     return torch.where(written[text] == keys, text, keys % len(written))
 
 
-def _shown(logits: torch.Tensor, manner: Manner) -> torch.Tensor:
-    """Token, probability, lead and doubt of each row of logits: [rows, 4]. A mask is no answer."""
+def _token_scores(logits: torch.Tensor, decoding: MaskedDecoding) -> torch.Tensor:
+    """Token, probability, margin and entropy of each row of logits: [rows, 4]. The mask token is
+    excluded.
+    """
     shares = logits.softmax(-1)
     values, tokens = shares.topk(min(SEEN, shares.shape[-1]), dim=-1)
-    first = (tokens[:, 0] == manner.masking.token).long()[:, None]
-    token, chance = tokens.gather(1, first), values.gather(1, first)
+    first = (tokens[:, 0] == decoding.spec.token).long()[:, None]
+    token, probability = tokens.gather(1, first), values.gather(1, first)
     rest = (1 - values.sum(-1, keepdim=True)).clamp(min=0)
     every = torch.cat([values, rest], dim=-1)
-    doubt = -(every * every.clamp(min=1e-12).log()).sum(-1, keepdim=True)
-    rival = values.gather(1, 1 - first)
-    return torch.cat([token.float(), chance, chance - rival, doubt], dim=-1)
+    entropy = -(every * every.clamp(min=1e-12).log()).sum(-1, keepdim=True)
+    second = values.gather(1, 1 - first)
+    return torch.cat([token.float(), probability, probability - second, entropy], dim=-1)
 
 
 def _is_in(tokens: torch.Tensor, ids: Collection[int]) -> torch.Tensor:

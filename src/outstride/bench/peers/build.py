@@ -22,9 +22,9 @@ _OPTIONS = {
 def build_options(machine: str, cpuinfo: str) -> list[str]:
     """CMake options for this processor.
 
-    A native build takes all that the processor announces. Virtual machines may announce AMX without
-    letting anybody use it, and such a build dies at the first pass; so on x86 everything that helps
-    is named, and AMX is not. AVX-VNNI is left out beside AVX-512, which has the same instructions.
+    A native build uses all instructions that the processor announces. Virtual machines may announce
+    AMX without permitting it, and such a build crashes in its first pass. So on x86 every useful
+    option is named, and AMX is not. AVX-VNNI is left out where AVX-512 has the same instructions.
     """
     if machine.lower() not in ("x86_64", "amd64"):
         return ["-DGGML_NATIVE=ON"]
@@ -41,7 +41,7 @@ def build_options(machine: str, cpuinfo: str) -> list[str]:
 
 
 def this_machine() -> list[str]:
-    """CMake options for the processor that this runs on."""
+    """CMake options for the processor of this machine."""
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -1,8 +1,7 @@
-"""llama.cpp, by way of llama-cpp-python.
+"""llama.cpp, through llama-cpp-python.
 
-It is called through the low-level functions, so that no Python of its own stands in its way: batches
-are filled through numpy views, and the next token is one argmax over the row of logits that it
-returns.
+It is called through the low-level functions, so that none of its Python adds time: batches are
+filled through numpy views, and the next token is one argmax over the returned row of logits.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from typing import Any
 import numpy as np
 
 from outstride.bench import clock
-from outstride.bench.peers.peer import Ground
+from outstride.bench.peers.peer import PeerSetup
 from outstride.bench.step import StepCase
 from outstride.core.graph import IntArray
 from outstride.errors import OutstrideError
 
 PACKAGE = "llama_cpp"
-"""Not among the dependencies, so it is imported by name and only when asked for."""
+"""Not a dependency, so it is imported by name and only when needed."""
 BATCH = 512
-"""Tokens that llama.cpp reads at once: its own default for a physical batch."""
+"""Tokens per prefill batch: llama.cpp's default for a physical batch."""
 SETTLE = 0.02
-"""Seconds before a turn, in which the other side's threads stop waiting actively."""
+"""Seconds before a turn, in which the other engine's threads stop spinning."""
 
 
 def library() -> Any:
@@ -42,7 +41,7 @@ def library() -> Any:
 
 
 def _quiet(lib: Any) -> Any:
-    """Silences llama.cpp, which tells of every tensor. The result must live as long as its model."""
+    """Silences llama.cpp, which logs every tensor. The result must live as long as its model."""
 
     @lib.llama_log_callback  # type: ignore[untyped-decorator]
     def ignore(level: int, text: bytes, data: object) -> None:
@@ -52,8 +51,8 @@ def _quiet(lib: Any) -> Any:
     return ignore
 
 
-class Room:
-    """A context of llama.cpp for so many sequences of so many tokens."""
+class LlamaContext:
+    """A llama.cpp context for a number of sequences of a number of tokens."""
 
     def __init__(
         self, lib: Any, model: Any, *, sequences: int, tokens: int, threads: int, vocabulary: int
@@ -70,7 +69,7 @@ class Room:
         self.unified = bool(params.kv_unified)
         self._context = lib.llama_init_from_model(model, params)
         if not self._context:
-            raise OutstrideError("llama.cpp could not make a context")
+            raise OutstrideError("llama.cpp could not create a context")
         self._memory = lib.llama_get_memory(self._context)
         self._batch = lib.llama_batch_init(BATCH, 0, 1)
         view = np.ctypeslib.as_array
@@ -87,7 +86,7 @@ class Room:
         sequences: Sequence[int],
         wanted: Sequence[int],
     ) -> None:
-        """Sets a batch up; `wanted` are the rows whose logits are computed."""
+        """Fills a batch; `wanted` are the rows whose logits are computed."""
         count = len(tokens)
         self._batch.n_tokens = count
         self._tokens[:count] = tokens
@@ -104,24 +103,24 @@ class Room:
             raise OutstrideError(f"llama.cpp: llama_decode returned {code}")
 
     def best(self, row: int) -> int:
-        """The likeliest token behind a row of the batch."""
+        """The most likely token after a row of the batch."""
         pointer = self._lib.llama_get_logits_ith(self._context, row)
         return int(np.ctypeslib.as_array(pointer, (self._vocabulary,)).argmax())
 
     def touch(self, row: int) -> None:
-        """Waits until a row of logits is there."""
+        """Waits until a row of logits is computed."""
         self._lib.llama_get_logits_ith(self._context, row)
 
     def cut(self, sequence: int, length: int) -> None:
-        """Forgets what a sequence has behind its first tokens."""
+        """Drops the KV of a sequence after its first `length` tokens."""
         if not self._lib.llama_memory_seq_rm(self._memory, sequence, length, -1):
-            raise OutstrideError("llama.cpp could not drop entries")
+            raise OutstrideError("llama.cpp could not drop KV")
 
     def clear(self) -> None:
         self._lib.llama_memory_clear(self._memory, False)
 
-    def read(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Reads a prompt for each sequence, one by one; returns the likeliest tokens behind them.
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Prefills one prompt per sequence, one by one; returns the most likely next tokens.
 
         A batch of prompts of several lengths is not faster: llama.cpp splits it into equal parts.
         """
@@ -137,17 +136,17 @@ class Room:
         return found
 
     def generate(self, prompts: Sequence[Sequence[int]], output: int) -> list[list[int]]:
-        """Continues prompts greedily, all at once, each by as many tokens."""
+        """Continues prompts greedily in one batch, each by `output` tokens."""
         self.clear()
-        told = [[token] for token in self.read(prompts)]
+        answers = [[token] for token in self.prefill(prompts)]
         rows = range(len(prompts))
         for step in range(output - 1):
             positions = [len(prompt) + step for prompt in prompts]
-            self.fill([tokens[-1] for tokens in told], positions, rows, rows)
+            self.fill([answer[-1] for answer in answers], positions, rows, rows)
             self.decode()
             for row in rows:
-                told[row].append(self.best(row))
-        return told
+                answers[row].append(self.best(row))
+        return answers
 
     def close(self) -> None:
         self._lib.llama_batch_free(self._batch)
@@ -155,9 +154,9 @@ class Room:
 
 
 class LlamaCpp:
-    """A model in llama.cpp, with room for one long sequence and for a crowd of short ones."""
+    """A model in llama.cpp, with one context for a long sequence and one for a batch of short ones."""
 
-    def __init__(self, path: Path, *, threads: int, long: int, short: int, crowd: int) -> None:
+    def __init__(self, path: Path, *, threads: int, long: int, short: int, sequences: int) -> None:
         self._lib = lib = library()
         self._quiet = _quiet(lib)
         lib.llama_backend_init()
@@ -167,37 +166,37 @@ class LlamaCpp:
         if not self._model:
             raise OutstrideError(f"llama.cpp could not load {path}")
         vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
-        self._rooms: list[Room] = []
-        for sequences, tokens in ((1, long), (crowd, short)):
-            self._rooms.append(
-                Room(
+        self._contexts: list[LlamaContext] = []
+        for count, tokens in ((1, long), (sequences, short)):
+            self._contexts.append(
+                LlamaContext(
                     lib,
                     self._model,
-                    sequences=sequences,
+                    sequences=count,
                     tokens=tokens,
                     threads=threads,
                     vocabulary=vocabulary,
                 )
             )
-        self.alone, self.crowd = self._rooms
+        self.single, self.batched = self._contexts
 
     def describe(self) -> dict[str, Any]:
-        """What it is and how it was built."""
+        """Its version and how it was built."""
         info = self._lib.llama_print_system_info()
         return {
             "version": str(getattr(self._lib, "__version__", "unknown")),
             "build": info.decode() if isinstance(info, bytes) else str(info),
             "batch": BATCH,
-            "unified": self.crowd.unified,
+            "unified": self.batched.unified,
         }
 
     def close(self) -> None:
-        for room in self._rooms:
-            room.close()
+        for context in self._contexts:
+            context.close()
         self._lib.llama_model_free(self._model)
 
 
-class Passes:
+class LlamaPasses:
     """Passes of llama.cpp of the same shapes as ours."""
 
     def __init__(self, peer: LlamaCpp, vocabulary: int, seed: int) -> None:
@@ -210,32 +209,32 @@ class Passes:
     def _tokens(self, count: int) -> list[int]:
         return [int(t) for t in self._random.integers(self._vocabulary, size=count)]
 
-    def prepare(self, longest: int, crowd: int, cached: int) -> None:
-        """Real entries: a long sequence, which is cut for each case, and a crowd."""
-        self._peer.alone.clear()
+    def prepare(self, longest: int, sequences: int, cached: int) -> None:
+        """Fills real KV: a long sequence, which is cut for each case, and a batch of sequences."""
+        self._peer.single.clear()
         self._long = self._tokens(longest)
-        self._peer.crowd.clear()
-        self._peer.crowd.read([self._tokens(cached) for _ in range(crowd)])
+        self._peer.batched.clear()
+        self._peer.batched.prefill([self._tokens(cached) for _ in range(sequences)])
         self._length = 0
 
     def _grow(self, length: int) -> None:
-        room = self._peer.alone
+        context = self._peer.single
         if length < self._length:
-            room.cut(0, length)
+            context.cut(0, length)
             self._length = length
         while self._length < length:
             part = self._long[self._length : min(length, self._length + BATCH)]
             positions = range(self._length, self._length + len(part))
-            room.fill(part, list(positions), [0] * len(part), ())
-            room.decode()
+            context.fill(part, list(positions), [0] * len(part), ())
+            context.decode()
             self._length += len(part)
 
     @contextmanager
     def once(self, case: StepCase, all_rows: bool = True) -> Iterator[Callable[[], object]]:
-        """One pass to be timed, after one that is not; entries are dropped again."""
+        """One pass to time, after one that is not timed; its KV is dropped again."""
         if case.sequences == 1:
             self._grow(case.cached)
-        room = self._peer.alone if case.sequences == 1 else self._peer.crowd
+        context = self._peer.single if case.sequences == 1 else self._peer.batched
         time.sleep(SETTLE)
         count = case.nodes * case.sequences
         sequences = [i // case.nodes for i in range(count)]
@@ -244,16 +243,16 @@ class Passes:
 
         def drop() -> None:
             for sequence in range(case.sequences):
-                room.cut(sequence, case.cached)
+                context.cut(sequence, case.cached)
 
         def call() -> None:
-            room.decode()
-            room.touch(count - 1)
+            context.decode()
+            context.touch(count - 1)
 
-        room.fill(self._tokens(count), positions, sequences, wanted)
+        context.fill(self._tokens(count), positions, sequences, wanted)
         call()
         drop()
-        room.fill(self._tokens(count), positions, sequences, wanted)
+        context.fill(self._tokens(count), positions, sequences, wanted)
         yield call
         drop()
 
@@ -263,25 +262,25 @@ class LlamaPeer:
 
     name = "llama.cpp"
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, setup: PeerSetup) -> None:
         self._llama = LlamaCpp(
-            ground.path,
-            threads=ground.threads,
-            long=ground.longest,
-            short=ground.longest,
-            crowd=max(2, ground.crowd),
+            setup.path,
+            threads=setup.threads,
+            long=setup.max_length,
+            short=setup.max_length,
+            sequences=max(2, setup.max_batch),
         )
-        self._passes = Passes(self._llama, ground.vocabulary, 0)
-        self._longest = ground.longest
+        self._passes = LlamaPasses(self._llama, setup.vocabulary, 0)
+        self._longest = setup.max_length
         self._prepared = False
-        self.settings = {**self._llama.describe(), "threads": ground.threads}
+        self.settings = {**self._llama.describe(), "threads": setup.threads}
 
     def fits(self, count: int) -> bool:
         return count > 0
 
     def generate(self, prompts: Sequence[Sequence[int]], output: int) -> list[list[int]]:
-        room = self._llama.alone if len(prompts) == 1 else self._llama.crowd
-        return room.generate(prompts, output)
+        context = self._llama.single if len(prompts) == 1 else self._llama.batched
+        return context.generate(prompts, output)
 
     def once(self, nodes: int, cached: int) -> clock.Case | None:
         if not self._prepared:
@@ -293,9 +292,9 @@ class LlamaPeer:
         self._llama.close()
 
 
-def open_all(ground: Ground) -> list[LlamaPeer]:
-    """The one model."""
+def open_all(setup: PeerSetup) -> list[LlamaPeer]:
+    """Opens the one llama.cpp peer."""
     library()
-    if ground.path.suffix != ".gguf":
+    if setup.path.suffix != ".gguf":
         raise OutstrideError("llama.cpp reads GGUF files only")
-    return [LlamaPeer(ground)]
+    return [LlamaPeer(setup)]

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI. It reads GGUF files and folders that were exported for it."""
+"""OpenVINO GenAI. It loads GGUF files and folders that were exported for it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from outstride.bench import clock
-from outstride.bench.peers.peer import Ground, library
+from outstride.bench.peers.peer import PeerSetup, library
 
 PACKAGE = "openvino_genai"
 RUNTIME = "openvino"
 CHECKED = {"INFERENCE_PRECISION_HINT": "f32"}
-"""For processors that announce bfloat16 and refuse it."""
+"""For processors that announce bfloat16 and do not permit it."""
 _PROBE = """
 import sys
 import numpy, openvino, openvino_genai
@@ -25,12 +25,14 @@ config.max_new_tokens = 2
 tokens = openvino.Tensor(numpy.ones((1, 4), dtype=numpy.int64))
 pipeline.generate(openvino_genai.TokenizedInputs(tokens, tokens), config)
 """
-"""By itself it computes in bfloat16 where the processor has that. Virtual machines may announce
-instructions that they refuse, and who uses them dies: a process of its own finds out."""
+"""By default OpenVINO computes in bfloat16 where the processor announces it. On virtual machines
+that announce instructions and do not permit them, this crashes the process: so a child process
+tries it.
+"""
 
 
 def survives(path: str) -> bool:
-    """Whether it runs a model with its own choice of format."""
+    """Whether it runs a model with its default format."""
     tried = subprocess.run([sys.executable, "-c", _PROBE, path], capture_output=True, check=False)
     return tried.returncode == 0
 
@@ -40,14 +42,14 @@ class OpenVino:
 
     name = "openvino"
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, setup: PeerSetup) -> None:
         self._lib = lib = library(PACKAGE, "pip install openvino-genai to compare with it")
         self._runtime = library(RUNTIME, "it comes with openvino-genai")
         options: dict[str, Any] = {
             "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_NUM_THREADS": ground.threads,
-        } | ({} if survives(str(ground.path)) else CHECKED)
-        self._pipeline = lib.LLMPipeline(str(ground.path), "CPU", **options)
+            "INFERENCE_NUM_THREADS": setup.threads,
+        } | ({} if survives(str(setup.path)) else CHECKED)
+        self._pipeline = lib.LLMPipeline(str(setup.path), "CPU", **options)
         self.settings = {"version": str(lib.get_version()), **options}
 
     def fits(self, count: int) -> bool:
@@ -76,6 +78,6 @@ class OpenVino:
         self._pipeline = None
 
 
-def open_all(ground: Ground) -> list[OpenVino]:
-    """The one pipeline."""
-    return [OpenVino(ground)]
+def open_all(setup: PeerSetup) -> list[OpenVino]:
+    """Opens the one pipeline."""
+    return [OpenVino(setup)]

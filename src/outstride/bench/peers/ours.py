@@ -1,4 +1,4 @@
-"""This engine, as one of the peers: one entry for each method."""
+"""This engine as one of the peers: one peer for each method."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from outstride.bench import clock
-from outstride.bench.harness import Watch
-from outstride.bench.step import Bed, StepCase
+from outstride.bench.harness import ProgressCounter
+from outstride.bench.step import PassBench, StepCase
 from outstride.core.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 SETTLE = 0.02
 
 
-class Ours:
-    """An engine with one method. Each call finds an empty prefix cache and an empty memory."""
+class OutstridePeer:
+    """This engine with one method. Each call starts with an empty prefix cache and empty drafter
+    memory.
+    """
 
     def __init__(self, llm: LLM, method: str, threads: int) -> None:
         self.name = f"outstride, {method}"
@@ -50,18 +52,18 @@ class Ours:
 
         @contextmanager
         def run() -> Iterator[Callable[[], object]]:
-            bed = Bed(self._llm.engine.passes, 0, Watch(None))
+            bench = PassBench(self._llm.engine.idle_runner(), 0, ProgressCounter(None))
             try:
-                bed.prepare([case])
-                with bed.once(case) as call:
+                bench.prepare([case])
+                with bench.once(case) as call:
                     call()
                 time.sleep(SETTLE)
-                with bed.once(case) as call:
+                with bench.once(case) as call:
                     yield call
             finally:
-                bed.close()
+                bench.close()
 
         return run
 
     def close(self) -> None:
-        """The model belongs to whoever opened it."""
+        """Does nothing: the caller owns the model."""

@@ -1,4 +1,4 @@
-"""How long a program takes to its first output, and what memory it needs."""
+"""Start-up time of a program to its first output, and its peak memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from outstride.bench.peers.rows import Bound, Row
+from outstride.bench.comparison_rows import Bound, Row
 from outstride.errors import OutstrideError
 
 _CHILD = """
@@ -25,17 +25,18 @@ _, status, usage = os.wait4(child.pid, 0)
 code = os.waitstatus_to_exitcode(status)
 print(json.dumps([code, bool(first), seconds, usage.ru_maxrss, errors[-500:]]))
 """
-"""Starts a program and watches it. A process of its own, because a child's peak of memory begins
-with what its parent had."""
+"""Starts a program and measures it. This runs in a process of its own, because the peak memory of a
+child starts at that of its parent.
+"""
 
 
 def watch_child(command: Sequence[str]) -> tuple[float, float]:
-    """Seconds until a program says something, and its peak of memory in bytes."""
+    """Seconds until a program prints something, and its peak memory in bytes."""
     ran = subprocess.run(
         [sys.executable, "-I", "-c", _CHILD, *command], capture_output=True, text=True, check=True
     )
-    code, spoke, seconds, peak, errors = json.loads(ran.stdout)
-    if code or not spoke:
+    code, printed, seconds, peak, errors = json.loads(ran.stdout)
+    if code or not printed:
         raise OutstrideError(f"{command[0]} ended with {code}: {errors.strip()}")
     return float(seconds), float(peak) * (1 if sys.platform == "darwin" else 1024)
 
@@ -46,7 +47,7 @@ def start(
     repeat: int = 3,
     watcher: Callable[[Sequence[str]], Any] = watch_child,
 ) -> list[Row]:
-    """How long `command` takes to its first output, and what memory it needs, once files are warm."""
+    """Start-up time of `command` to its first output and its peak memory, with warm files."""
     found = [watcher(command) for _ in range(repeat + 1)][1:]
     seconds, peaks = [s for s, _ in found], [p / 1e6 for _, p in found]
     return [
@@ -63,5 +64,5 @@ def start(
 
 
 def load_average() -> list[float]:
-    """How busy the machine is."""
+    """The machine's load average."""
     return [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else []

@@ -15,28 +15,28 @@ import numpy as np
 import torch
 
 from outstride.bench import clock
-from outstride.bench.peers.peer import Ground, library
+from outstride.bench.peers.peer import PeerSetup, library
 
 PACKAGE = "transformers"
 LOOKUP = 10
-"""Tokens that its documentation looks up at once."""
+"""Draft length of prompt lookup in its documentation."""
 SETTLE = 0.02
 TRIALS = 3
 
 
 class Transformers:
-    """One model, two ways to generate; passes belong to the first."""
+    """One model, two ways to generate; single passes belong to the first."""
 
-    def __init__(self, ground: Ground, model: Any, lookup: int = 0) -> None:
+    def __init__(self, setup: PeerSetup, model: Any, lookup: int = 0) -> None:
         self.name = "transformers, prompt lookup" if lookup else "transformers"
         self._lib, self._model, self._lookup = library(PACKAGE, ""), model, lookup
-        self._vocabulary = ground.vocabulary
+        self._vocabulary = setup.vocabulary
         self._random = np.random.default_rng(0)
         self.settings = {
             "version": str(self._lib.__version__),
             "weights": str(model.dtype).removeprefix("torch."),
             "attention": str(getattr(model.config, "_attn_implementation", "")),
-            "threads": ground.threads,
+            "threads": setup.threads,
         } | ({"prompt_lookup_num_tokens": lookup} if lookup else {})
 
     def fits(self, count: int) -> bool:
@@ -95,17 +95,17 @@ with torch.inference_mode():
     for rows in (1, 2, 8, 64, 512):
         layer(torch.randn(rows, 576, dtype=torch.bfloat16))
 """
-"""Virtual machines may announce instructions that they refuse; who uses them dies."""
+"""Virtual machines may announce instructions that they do not permit, which crashes the process."""
 
 
 def formats() -> list[torch.dtype]:
-    """Formats that this processor computes in; a process of its own finds out about the second."""
+    """Formats that this processor computes in; a child process tries bfloat16."""
     tried = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, check=False)
     return [torch.float32] if tried.returncode else [torch.float32, torch.bfloat16]
 
 
 def _quicker(model: Any, vocabulary: int) -> Any:
-    """The model in the format in which a pass over one token is quicker on this processor."""
+    """The model in the format in which a pass over one token is faster on this processor."""
     times: dict[torch.dtype, float] = {}
     tokens = torch.randint(vocabulary, (1, 1))
     for kind in formats():
@@ -115,18 +115,18 @@ def _quicker(model: Any, vocabulary: int) -> Any:
     return model.to(min(times, key=lambda kind: times[kind]))
 
 
-def open_all(ground: Ground) -> list[Transformers]:
+def open_all(setup: PeerSetup) -> list[Transformers]:
     """Both ways, on one model."""
     lib = library(PACKAGE, "pip install 'outstride[dev]' brings it")
-    torch.set_num_threads(ground.threads)
-    place: dict[str, Any] = {"pretrained_model_name_or_path": str(ground.path)}
-    if ground.path.suffix == ".gguf":
+    torch.set_num_threads(setup.threads)
+    place: dict[str, Any] = {"pretrained_model_name_or_path": str(setup.path)}
+    if setup.path.suffix == ".gguf":
         place = {
-            "pretrained_model_name_or_path": str(ground.path.parent),
-            "gguf_file": ground.path.name,
+            "pretrained_model_name_or_path": str(setup.path.parent),
+            "gguf_file": setup.path.name,
         }
     lib.utils.logging.set_verbosity_error()
     with redirect_stderr(io.StringIO()):  # bars of its own
         model = lib.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32).eval()
-    model = _quicker(model, ground.vocabulary)
-    return [Transformers(ground, model), Transformers(ground, model, LOOKUP)]
+    model = _quicker(model, setup.vocabulary)
+    return [Transformers(setup, model), Transformers(setup, model, LOOKUP)]

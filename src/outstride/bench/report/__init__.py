@@ -1,1 +1,1 @@
-"""One page out of result files: plots and tables, self-contained, and the tables of the README."""
+"""One self-contained page from result files, with plots and tables, and the tables of the README."""

@@ -1,7 +1,7 @@
-"""Plots as SVG text, written by hand: lines, bars, a shaded table, and points with a front.
+"""Plots as SVG text: lines, bars, a shaded table, and points with a Pareto front.
 
-Colours are names of the page's style sheet, so that a plot follows its light or dark theme. Every mark
-has a title, which browsers show when one points at it.
+Colours are classes of the page's style sheet, so that a plot follows the light or dark theme. Every
+mark has a title, which browsers show on hover.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 COLOURS = 8
-"""The style sheet has so many for series."""
+"""Number of series colours in the style sheet."""
 WIDTH = 720
 
 
@@ -20,20 +20,20 @@ def line(x: float, y: float, to_x: float, to_y: float, kind: str) -> str:
     return f'<line class="{kind}" x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}"/>'
 
 
-def text(x: float, y: float, said: str, kind: str = "") -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(said)}</text>'
+def text(x: float, y: float, content: str, kind: str = "") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(content)}</text>'
 
 
 def dot(x: float, y: float, radius: float, kind: str, title: str) -> str:
-    told = f"<title>{escape(title)}</title>"
-    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">{told}</circle>'
+    label = f"<title>{escape(title)}</title>"
+    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">{label}</circle>'
 
 
 def box(x: float, y: float, width: float, height: float, kind: str, title: str = "") -> str:
-    told = f"<title>{escape(title)}</title>" if title else ""
+    label = f"<title>{escape(title)}</title>" if title else ""
     return (
         f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{max(0.0, width):.1f}" '
-        f'height="{height:.1f}" rx="3">{told}</rect>'
+        f'height="{height:.1f}" rx="3">{label}</rect>'
     )
 
 
@@ -62,7 +62,7 @@ def steps(low: float, high: float, *, log: bool = False, count: int = 5) -> list
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A scale from values to places."""
+    """A scale from values to coordinates."""
 
     low: float
     high: float
@@ -80,7 +80,7 @@ class Axis:
 
 @dataclass(slots=True)
 class Plot:
-    """A frame with two axes, to be drawn into."""
+    """A frame with two axes."""
 
     x_label: str
     y_label: str
@@ -92,7 +92,7 @@ class Plot:
     width: float = WIDTH
     height: float = 340
     right: float = 150
-    """Room for names behind lines."""
+    """Space for names right of the lines."""
     parts: list[str] = field(default_factory=list)
     x: Axis = field(init=False)
     y: Axis = field(init=False)
@@ -113,16 +113,16 @@ class Plot:
         self.parts.append(text(middle, self.height - 8, self.x_label, "soft mid"))
         self.parts.append(text(left - 46, 16, self.y_label, "soft"))
 
-    def curve(self, points: Sequence[tuple[float, float]], kind: str, told: str) -> None:
+    def curve(self, points: Sequence[tuple[float, float]], kind: str, label: str) -> None:
         """A line with its points."""
         places = [(self.x.at(x), self.y.at(y)) for x, y in points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         self.parts.append(f'<polyline class="line {kind}" points="{path}"/>')
         for (x, y), (a, b) in zip(places, points, strict=True):
-            self.parts.append(dot(x, y, 4, kind, f"{told}: {b:.4g} at {a:g}"))
+            self.parts.append(dot(x, y, 4, kind, f"{label}: {b:.4g} at {a:g}"))
 
     def names(self, ends: Sequence[tuple[float, str, str]]) -> None:
-        """Names behind the lines' ends (value, name, colour), moved apart where they would touch."""
+        """Names at the lines' ends (value, name, colour), moved apart where they would overlap."""
         placed: list[float] = []
         for value, name, kind in sorted(ends, key=lambda end: self.y.at(end[0])):
             y = max(self.y.at(value), placed[-1] + 15 if placed else 0.0)
@@ -189,20 +189,20 @@ def bars(
     digits: int = 0,
     palette: Sequence[str] = (),
 ) -> str:
-    """Horizontal bars, group by group; a name has the same colour in all of them."""
+    """Horizontal bars by group; a name has the same colour in all groups."""
     names = list(dict.fromkeys([*palette, *(name for mine in groups.values() for name in mine)]))
-    most = max(value for mine in groups.values() for value in mine.values())
+    maximum = max(value for mine in groups.values() for value in mine.values())
     left, y = 200.0, 8.0
-    axis = Axis(0, most, left, WIDTH - 70)
+    axis = Axis(0, maximum, left, WIDTH - 70)
     parts: list[str] = []
     for group, mine in groups.items():
         parts.append(text(0, y + 12, group, "name"))
         y += 22
         for name, value in sorted(mine.items(), key=lambda item: -item[1]):
-            told = f"{name}: {value:.{digits}f} {unit}"
+            label = f"{name}: {value:.{digits}f} {unit}"
             parts.append(text(left - 10, y + 14, name, "end"))
             parts.append(
-                box(left, y + 2, axis.at(value) - left, 16, colour(names.index(name)), told)
+                box(left, y + 2, axis.at(value) - left, 16, colour(names.index(name)), label)
             )
             parts.append(text(axis.at(value) + 6, y + 14, f"{value:.{digits}f}", "soft"))
             y += 22
@@ -213,7 +213,7 @@ def bars(
 def shaded(
     rows: Mapping[str, Mapping[str, float]], columns: Sequence[str], *, title: str, best: float
 ) -> str:
-    """A table whose cells are the darker the larger their value; 1 has no shade."""
+    """A table whose cells are darker for larger values; 1 has no shade."""
     left, cell, height = 210.0, 76.0, 30.0
     width = left + cell * len(columns)
     parts = [text(left + cell * (i + 0.5), 16, name, "soft mid") for i, name in enumerate(columns)]
@@ -237,7 +237,7 @@ def shaded(
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A choice: what it costs less, and how good it is."""
+    """A method or policy: its speed (x) and its quality (y)."""
 
     name: str
     x: float
@@ -246,7 +246,7 @@ class Point:
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """Those that no other point beats in both, from left to right."""
+    """The Pareto front, from left to right: points that no other point beats in both coordinates."""
     found: list[Point] = []
     for point in sorted(points, key=lambda p: (-p.x, -p.y)):
         if not found or point.y > found[-1].y + 1e-9:
@@ -255,24 +255,24 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def scatter(points: Sequence[Point], *, title: str, x_label: str, y_label: str) -> str:
-    """Points, the front through the best of them, and the names of those on it."""
+    """Points, the Pareto front, and the names of the points on it."""
     low = max(0.0, math.floor((min(p.y for p in points) - 5) / 10) * 10)
-    most = max(p.x for p in points)
+    maximum = max(p.x for p in points)
     high = max(max(p.y for p in points) + 3, low + 10)
-    plot = Plot(x_label, y_label, (0.0, most * 1.15), (low, high), height=380, right=40)
+    plot = Plot(x_label, y_label, (0.0, maximum * 1.15), (low, high), height=380, right=40)
     best = front(points)
     places = [(plot.x.at(p.x), plot.y.at(p.y)) for p in best]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     plot.parts.append(f'<polyline class="line front" points="{path}"/>')
     for point in points:
-        told = f"{point.name}: {point.y:.1f} at {point.x:.2f}"
-        plot.parts.append(dot(plot.x.at(point.x), plot.y.at(point.y), 5, point.kind, told))
+        label = f"{point.name}: {point.y:.1f} at {point.x:.2f}"
+        plot.parts.append(dot(plot.x.at(point.x), plot.y.at(point.y), 5, point.kind, label))
     _label(plot, best, points)
     return plot.draw(title)
 
 
 def _label(plot: Plot, best: Sequence[Point], points: Sequence[Point]) -> None:
-    """Names beside points, where they cover neither each other nor a point."""
+    """Puts names next to points, where they overlap neither each other nor a point."""
     taken = [(plot.x.at(p.x) - 5, plot.y.at(p.y) - 5, 10.0, 10.0) for p in points]
 
     def free(x: float, y: float, width: float) -> bool:
@@ -294,12 +294,12 @@ def _label(plot: Plot, best: Sequence[Point], points: Sequence[Point]) -> None:
             plot.parts.append(text(*spot, point.name, "small"))
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
-    """An HTML table; the first `words` columns are text, the others figures."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
+    """An HTML table; the first `text_columns` columns are text, the others numbers."""
 
     def cells(row: Sequence[str], tag: str) -> str:
         return "".join(
-            f"<{tag}{'' if i < words else ' class=num'}>{escape(cell)}</{tag}>"
+            f"<{tag}{'' if i < text_columns else ' class=num'}>{escape(cell)}</{tag}>"
             for i, cell in enumerate(row)
         )
 

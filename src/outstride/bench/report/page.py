@@ -1,4 +1,4 @@
-"""The page: one HTML file with everything in it, which opens without a network."""
+"""The report page: one self-contained HTML file that opens without a network."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from outstride.bench.result import BenchResult
 from outstride.errors import OutstrideError
 
 _STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --card: #f7f8fa; --ink: #1c2330; --soft: #667085;
+:root { color-scheme: light dark; --paper: #fff; --box: #f7f8fa; --ink: #1c2330; --soft: #667085;
   --grid: #e4e7ec; --c0: #1668c7; --c1: #d9730d; --c2: #0e7a4f; --c3: #b42367; --c4: #6941c6;
   --c5: #0e8a9c; --c6: #946200; --c7: #596275; --exact: #1668c7; --lossy: #d9730d;
   --distribution: #0e7a4f; --on: #fff; }
-@media (prefers-color-scheme: dark) { :root { --paper: #14181f; --card: #1b212b; --ink: #e7eaf0;
+@media (prefers-color-scheme: dark) { :root { --paper: #14181f; --box: #1b212b; --ink: #e7eaf0;
   --soft: #98a2b3; --grid: #2d3440; --c0: #6cb2ff; --c1: #ffa657; --c2: #5fd3a0; --c3: #ff8fc2;
   --c4: #b9a3ff; --c5: #5ad1e0; --c6: #e0b64a; --c7: #a9b3c4; --exact: #6cb2ff; --lossy: #ffa657;
   --distribution: #5fd3a0; --on: #14181f; } }
@@ -51,13 +51,13 @@ details { margin: 8px 0 0; } summary { cursor: pointer; color: var(--soft); }
 td:first-child { white-space: nowrap; }
 th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--grid);
   vertical-align: top; } th { color: var(--soft); font-weight: 500; } .num { text-align: right; }
-.card { background: var(--card); border-radius: 8px; padding: 12px 16px; margin: 20px 0 0; }
+.about { background: var(--box); border-radius: 8px; padding: 12px 16px; margin: 20px 0 0; }
 .warn { color: var(--lossy); }
 """
 
 
 def read(folder: str | Path) -> dict[str, BenchResult]:
-    """All results of a folder, by the name of their file."""
+    """All results of a folder, by file name."""
     files = sorted(Path(folder).glob("*.json"))
     if not files:
         raise OutstrideError(f"{folder}: no results; `outstride bench all` writes some")
@@ -75,14 +75,14 @@ def _section(section: Section) -> str:
 
 
 def _machines(found: dict[str, BenchResult]) -> str:
-    """What it was measured on; usually one line."""
-    told = []
+    """The machines of the results; usually one line."""
+    lines = []
     for result in found.values():
         machine, memory = result.machine, result.machine["memory"]
         parts = [machine["accelerator"] or machine["cpu"], f"{machine['cores']} cores"]
         parts += [f"{memory / 2**30:.0f} GiB"] if memory else []
-        told.append(f"{', '.join(parts)}; {machine['os']}")
-    return "<br>".join(escape(line) for line in dict.fromkeys(told))
+        lines.append(f"{', '.join(parts)}; {machine['os']}")
+    return "<br>".join(escape(line) for line in dict.fromkeys(lines))
 
 
 def _short(commit: str | None) -> str:
@@ -91,38 +91,38 @@ def _short(commit: str | None) -> str:
 
 
 BUSY = 1.5
-"""Load per core from which others must have been at work: a bench before it leaves 1 behind."""
+"""Load per core from which other work must have been running: the benchmark before it leaves 1."""
 
 
 def _busy(found: dict[str, BenchResult]) -> list[str]:
-    """Results that were measured while somebody else worked on the machine."""
-    told = []
+    """Results that were measured while other work ran on the machine."""
+    lines = []
     for name, result in found.items():
         load, cores = result.settings.get("load average"), result.machine.get("cores") or 1
         if load and load[0] > BUSY * cores:
-            told.append(f"{name} (load average {load[0]:g} on {cores} cores)")
-    return told
+            lines.append(f"{name} (load average {load[0]:g} on {cores} cores)")
+    return lines
 
 
 def _about(found: dict[str, BenchResult]) -> str:
-    """The card on top, and what each file says of itself."""
+    """The box at the top: machine, date, commit, versions and warnings."""
     first = next(iter(found.values()))
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     commits = ", ".join(dict.fromkeys(_short(result.commit) for result in found.values()))
     day = min(result.started for result in found.values())[:10]
     short = [name for name, result in found.items() if not result.complete]
     warning = (
-        f'<p class="warn">Cut short, and so not complete: {escape(", ".join(short))}.</p>'
+        f'<p class="warn">Interrupted and incomplete: {escape(", ".join(short))}.</p>'
         if short
         else ""
     )
     if busy := _busy(found):
         warning += (
-            f'<p class="warn">The machine had other work to do: {escape(", ".join(busy))}. Times '
+            f'<p class="warn">Other work ran on the machine: {escape(", ".join(busy))}. Times '
             "are not to be trusted, and some engines suffer more than others.</p>"
         )
     return (
-        f'<div class="card"><p>{_machines(found)}</p><p class="lead">Measured on {escape(day)} '
+        f'<div class="about"><p>{_machines(found)}</p><p class="lead">Measured on {escape(day)} '
         f"at commit {escape(commits)}, with {escape(versions)}.</p>{warning}</div>"
     )
 
@@ -130,14 +130,14 @@ def _about(found: dict[str, BenchResult]) -> str:
 def _settings(found: dict[str, BenchResult]) -> str:
     rows = []
     for name, result in found.items():
-        told = ", ".join(f"{key}: {value}" for key, value in result.settings.items())
+        settings = ", ".join(f"{key}: {value}" for key, value in result.settings.items())
         rows.append(
             f"<tr><td>{escape(name)}</td><td>{escape(result.kind)}</td><td>{result.seconds:.0f} s"
-            f"</td><td>{len(result.samples)}</td><td>{escape(told)}</td></tr>"
+            f"</td><td>{len(result.samples)}</td><td>{escape(settings)}</td></tr>"
         )
     head = "".join(f"<th>{name}</th>" for name in ("file", "bench", "took", "samples", "settings"))
     return (
-        '<section id="settings"><h2>Where it comes from</h2><p class="lead">Every sample is in the '
+        '<section id="settings"><h2>Sources</h2><p class="lead">Every sample is in the '
         "files of the same folder.</p><details><summary>All settings</summary>"
         f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody>'
         "</table></div></details></section>"

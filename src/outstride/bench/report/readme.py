@@ -1,7 +1,7 @@
-"""Tables of a Markdown file, made from result files that lie in the repository.
+"""Tables of a Markdown file, generated from result files in the repository.
 
-A block stands between `<!-- bench: NAME -->` and `<!-- end of bench -->` and is rewritten as a whole,
-so a figure in the text cannot differ from the one that was measured.
+A block stands between `<!-- bench: NAME -->` and `<!-- end of bench -->` and is rewritten as a
+whole, so a figure in the text cannot differ from the measured one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ALL, RANDOM = "all", "random"
 
 
 def keep(folder: str | Path, target: str | Path) -> None:
-    """Small copies of all results: without samples, and without places on this machine."""
+    """Writes small copies of all results: without samples and without local paths."""
     place = Path(target)
     place.mkdir(parents=True, exist_ok=True)
     for name, result in page.read(folder).items():
@@ -33,7 +33,7 @@ def keep(folder: str | Path, target: str | Path) -> None:
 
 
 def small(result: BenchResult) -> BenchResult:
-    """A result with what readers look at first, rounded."""
+    """A result with its summary only, rounded."""
     if result.kind not in _SAMPLED:
         result.samples = []
     else:
@@ -109,7 +109,7 @@ def _decode(found: dict[str, BenchResult]) -> Iterator[str]:
 
 
 def _row(method: str, lines: list[dict[str, Any]], count: int) -> tuple[float, list[str]]:
-    """A method's line, and what it is sorted by."""
+    """A method's row, and the value that it is sorted by."""
     mean = sum(line["tokens_per_pass"] for line in lines) / len(lines)
     ratio = sum(line["ratio"] for line in lines) / len(lines)
     equal = sum(line["equal"] for line in lines)
@@ -118,7 +118,7 @@ def _row(method: str, lines: list[dict[str, Any]], count: int) -> tuple[float, l
 
 
 def _against(found: dict[str, BenchResult]) -> Iterator[str]:
-    """Our figures beside llama.cpp's."""
+    """Our figures and llama.cpp's."""
     for result in found.values():
         if result.kind != "against":
             continue
@@ -161,7 +161,7 @@ BLOCKS: dict[str, Callable[[dict[str, BenchResult]], Iterator[str]]] = {
 
 
 def with_tables(text: str, folder: str | Path) -> str:
-    """A text with every block made anew."""
+    """A text with every block regenerated."""
     found = page.read(folder)
 
     def block(match: re.Match[str]) -> str:

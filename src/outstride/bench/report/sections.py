@@ -1,4 +1,4 @@
-"""The parts of the page: each reads results of one kind and draws what there is in them."""
+"""The sections of the page: each plots the results of one kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALL = "all"
 
 
 class Section:
-    """A heading, a sentence that says what to look for, a plot, and the figures behind it."""
+    """A heading, a lead sentence, plots, and a table with the figures."""
 
     def __init__(
         self, name: str, heading: str, lead: str, plots: Sequence[str], figures: str
@@ -37,7 +37,7 @@ def _passes(result: BenchResult, passes: dict[str, dict[str, float]]) -> Iterato
         yield Section(
             "passes",
             "What a pass costs",
-            "Milliseconds of one pass over several tokens behind "
+            "Milliseconds of one pass over several tokens after "
             f"{result.settings.get('cached')} cached ones. A draft pays where the curve is flat. "
             "Lower is better.",
             [
@@ -56,7 +56,7 @@ def _passes(result: BenchResult, passes: dict[str, dict[str, float]]) -> Iterato
 
 
 def peers(found: Sequence[BenchResult]) -> Iterator[Section]:
-    """Other engines: what a pass costs, and how quickly they answer. Without them, our own passes."""
+    """Cost of a pass and speed of all engines. Without other engines, only our own passes."""
     if not _of(found, "peers"):
         for result in _of(found, "step")[:1]:
             ours = result.summary.get("milliseconds", {}).get("nodes", {})
@@ -74,14 +74,14 @@ def peers(found: Sequence[BenchResult]) -> Iterator[Section]:
                 for batch in batches
             }
             settings = result.summary.get("settings", {})
-            told = [
+            labels = [
                 [name, ", ".join(f"{key} {value}" for key, value in mine.items())]
                 for name, mine in settings.items()
             ]
-            told += [[f"{n} (left out)", why] for n, why in result.summary["skipped"].items()]
+            labels += [[f"{n} (left out)", why] for n, why in result.summary["skipped"].items()]
             yield Section(
                 "engines",
-                "Beside other engines",
+                "Comparison with other engines",
                 f"Tokens per second, prompts included: the same {result.settings.get('limit')} "
                 f"prompts, {result.settings.get('tokens')} tokens for each answer, greedy, "
                 f"{result.settings.get('threads')} threads each, in turns. Higher is better.",
@@ -90,7 +90,8 @@ def peers(found: Sequence[BenchResult]) -> Iterator[Section]:
                         groups, title="Tokens per second", unit="tokens per second", palette=engines
                     )
                 ],
-                _pivot(rates, "at a time", 1) + table(["engine", "settings"], told, words=2),
+                _pivot(rates, "at a time", 1)
+                + table(["engine", "settings"], labels, text_columns=2),
             )
 
 
@@ -113,7 +114,7 @@ def _lines(found: Sequence[BenchResult]) -> list[dict[str, Any]]:
 
 
 def _overall(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines over all tasks; of settings that have one task only, those of that task."""
+    """Lines over all tasks; for settings with a single task, the lines of that task."""
     found = []
     for setting in dict.fromkeys((line["batch"], line["temperature"]) for line in lines):
         mine = [line for line in lines if (line["batch"], line["temperature"]) == setting]
@@ -123,7 +124,7 @@ def _overall(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tasks(found: Sequence[BenchResult]) -> Iterator[Section]:
-    """Tokens per pass by method and task, one request at a time: of the run with most methods."""
+    """Tokens per pass by method and task, one request at a time, of the run with the most methods."""
     largest = max(_of(found, "decode"), key=lambda r: len(r.settings["methods"]), default=None)
     for result in [largest] if largest else []:
         lines = [
@@ -147,7 +148,7 @@ def tasks(found: Sequence[BenchResult]) -> Iterator[Section]:
             "tasks",
             "Tokens per pass, by task",
             "How many tokens a pass of the model yields: one with plain decoding, more where the "
-            f"text can be guessed. {kept}",
+            f"text is predictable. {kept}",
             [charts.shaded(rows, [*groups, ALL], title="Tokens per pass by task", best=best)],
             _decode_table(lines),
         )
@@ -170,13 +171,13 @@ def _decode_table(lines: Sequence[dict[str, Any]]) -> str:
         for line in lines
     ]
     head = ["method", "task", "batch", "temperature", "equal", "tokens/pass", "nodes/pass"]
-    return table([*head, "tok/s", "x plain", "at least"], rows, words=2)
+    return table([*head, "tok/s", "x plain", "at least"], rows, text_columns=2)
 
 
 def batches(found: Sequence[BenchResult]) -> Iterator[Section]:
-    """Speed against plain decoding, by batch size.
+    """Speed-up over plain decoding by batch size.
 
-    A curve is of one run: other runs have other prompts.
+    A curve belongs to one run: other runs have other prompts.
     """
     wide = [
         result
@@ -196,12 +197,12 @@ def batches(found: Sequence[BenchResult]) -> Iterator[Section]:
             if len(points) > 1 and set(points.values()) != {1.0}
         }
         if series:
-            told = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+            label = "greedy" if temperature == 0 else f"temperature {temperature:g}"
             plots.append(
-                f"<h3>{told}</h3>"
+                f"<h3>{label}</h3>"
                 + charts.lines(
                     series,
-                    title=f"Speed against plain by batch size, {told}",
+                    title=f"Speed against plain by batch size, {label}",
                     x_label="requests at a time",
                     y_label="times the speed of plain",
                     x_log=True,
@@ -221,7 +222,7 @@ def batches(found: Sequence[BenchResult]) -> Iterator[Section]:
 
 
 def quality(found: Sequence[BenchResult]) -> Iterator[Section]:
-    """How good answers are against how many passes they took."""
+    """Quality of answers against tokens per pass."""
     for result in _of(found, "parallel"):
         rows = result.summary.get("policies", ())
         points = [
@@ -241,8 +242,8 @@ def quality(found: Sequence[BenchResult]) -> Iterator[Section]:
             ]
             head = ["policy", "exactness", "exact match, %", "tokens/pass", "x fewer", "equal"]
             yield _scatter("parallel", f"Quality against speed: {result.settings['model']}", points,
-                "Policies that settle several tokens per pass, on tasks made to tell them apart.",
-                "exact match, %", table(head, cells, words=2))  # fmt: skip
+                "Policies that settle several tokens per pass, on tasks that separate them.",
+                "exact match, %", table(head, cells, text_columns=2))  # fmt: skip
     for result in _of(found, "quality"):
         scores = result.summary.get("scores", ())
         for task in dict.fromkeys(score["task"] for score in scores):
@@ -265,7 +266,7 @@ def quality(found: Sequence[BenchResult]) -> Iterator[Section]:
             head = ["method", "exactness", "right", "score, %", "95% interval", "tokens/pass", "s"]
             yield _scatter(f"quality-{task}", f"Quality against speed: {task}", points,
                 f"Right answers to {mine[0]['asked']} questions.", "score, %",
-                table(head, cells, words=2))  # fmt: skip
+                table(head, cells, text_columns=2))  # fmt: skip
 
 
 def _scatter(
@@ -277,7 +278,7 @@ def _scatter(
     return Section(
         name,
         heading,
-        f"{lead} Up and to the right is better; the line joins those that nothing beats in both.",
+        f"{lead} Up and to the right is better; the line is the Pareto front.",
         [
             f'<p class="keys">{kinds}</p>'
             + charts.scatter(points, title=heading, x_label="tokens per pass", y_label=label)
@@ -287,16 +288,16 @@ def _scatter(
 
 
 SHOWN = {
-    "first token, p99": "first_p99",
-    "first token, p50": "first_p50",
-    "gap, p99": "gap_p99",
-    "gap, p50": "gap_p50",
+    "TTFT, p99": "ttft_p99",
+    "TTFT, p50": "ttft_p50",
+    "ITL, p99": "itl_p99",
+    "ITL, p50": "itl_p50",
 }
-"""What is shown of a server's waits, by the names of its rows."""
+"""Latencies in the table and plot of a server, by the names of their rows."""
 
 
 def latency(found: Sequence[BenchResult]) -> Iterator[Section]:
-    """A server whose requests come by themselves."""
+    """A server under open-loop load."""
     for result in _of(found, "serve"):
         arrivals = result.summary.get("arrivals")
         if not arrivals or not arrivals["rates"]:
@@ -305,16 +306,16 @@ def latency(found: Sequence[BenchResult]) -> Iterator[Section]:
         yield Section(
             "latency",
             "Latency under load",
-            "Requests arrive at random, whether or not the last ones are answered. A good one has its "
-            f"first token within {limits['first'] * 1e3:g} ms and no gap above "
-            f"{limits['gap'] * 1e3:g} ms.",
+            "Requests arrive at random, whether or not earlier ones are complete. A good one has its "
+            f"first token within {limits['ttft'] * 1e3:g} ms and no inter-token latency above "
+            f"{limits['itl'] * 1e3:g} ms.",
             [*_waits(rows), _goodput(rows)],
             _arrivals_table(rows),
         )
 
 
 def _waits(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """How long answers let wait, by rate of arrival, if anybody was answered."""
+    """Latency by arrival rate, if any request was answered."""
     series = {
         name: [(row["rate"], row[key] * 1e3) for row in rows if row[key]]
         for name, key in SHOWN.items()
@@ -324,14 +325,14 @@ def _waits(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield charts.lines(
             series,
             title="Latency against the rate of arrival",
-            x_label="requests per second that arrive",
+            x_label="arriving requests per second",
             y_label="milliseconds",
             y_log=True,
         )
 
 
 def _goodput(rows: Sequence[dict[str, Any]]) -> str:
-    """How many requests are answered well, beside all of them, by rate of arrival."""
+    """Goodput and all requests by arrival rate."""
     # Over the same seconds as the good ones: few arrivals at random are not quite at their rate.
     whole = [
         (r["rate"], r["requests"] * r["goodput"] / r["good"] if r["good"] else r["rate"])
@@ -340,7 +341,7 @@ def _goodput(rows: Sequence[dict[str, Any]]) -> str:
     return charts.lines(
         {"all": whole, "good": [(row["rate"], row["goodput"]) for row in rows]},
         title="Goodput against the rate of arrival",
-        x_label="requests per second that arrive",
+        x_label="arriving requests per second",
         y_label="requests per second",
     )
 
@@ -359,11 +360,11 @@ def _arrivals_table(rows: Sequence[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return table([*head, *SHOWN], cells, words=0)
+    return table([*head, *SHOWN], cells, text_columns=0)
 
 
 def bounds(found: Sequence[BenchResult]) -> Iterator[Section]:
-    """What must hold beside llama.cpp, line by line."""
+    """The comparison with llama.cpp, row by row, with its bounds."""
     for result in _of(found, "against"):
         rows = [
             [
@@ -381,7 +382,7 @@ def bounds(found: Sequence[BenchResult]) -> Iterator[Section]:
             head = ["", "ours", "theirs", "unit", "ratio", "must be", ""]
             yield Section(
                 "bounds",
-                "Beside llama.cpp, line by line",
+                "Comparison with llama.cpp",
                 f"{result.summary.get('met')} of {result.summary.get('bounds')} bounds are met.",
                 [table(head, rows)],
                 "",

@@ -1,4 +1,4 @@
-"""A proof under way: who is judged, by whom, on what, and how answers are asked for."""
+"""The state of a proof while it runs: the method under test, its reference, prompts and progress."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PLAIN = "plain"
 
 
 @dataclass(slots=True)
-class Trial:
-    """A proof under way."""
+class ProofRun:
+    """A proof while it runs."""
 
     llm: LLM
     judged: Method
@@ -43,7 +43,9 @@ class Trial:
     def answers(
         self, prompts: Sequence[list[int]], methods: Sequence[Method], salt: str, *, bits: bool
     ) -> list[Result]:
-        """One result per prompt; a failure stays with its prompt, also where there is only one."""
+        """One result per prompt; an error stays with its prompt, also where there is only one
+        prompt.
+        """
         params = replace(self.params, logprobs=0) if bits else self.params
         try:
             return self.llm.generate(prompts, params, method=list(methods), salt=salt)
@@ -54,7 +56,7 @@ class Trial:
 
 
 def baseline_of(judged: Method) -> str:
-    """What a method is held to; plain decoding for one that is not registered."""
+    """The baseline of a method; plain decoding for one that is not registered."""
     try:
         return registry.baseline(judged.spec or judged.name)
     except UnknownMethod:

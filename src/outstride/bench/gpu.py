@@ -1,8 +1,8 @@
-"""Passes and generation on an NVIDIA card, beside what they must be and beside transformers.
+"""Passes and generation on an NVIDIA GPU, against fixed bounds and against transformers.
 
-A pass is timed twice: on the card (between two events, with everything launched before the first of
-them comes to pass) and as the host sees it. The large model has the shape of Llama 3 8B and random
-weights; what its passes cost does not depend on what is in them.
+A pass is timed twice: on the GPU (between two events, with everything launched before the first
+event is reached) and by the host. The large model has the shape of Llama 3 8B and random weights;
+the cost of its passes does not depend on the values.
 """
 
 from __future__ import annotations
@@ -17,38 +17,36 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from outstride.bench.peers.rows import Bound, PeerReport, Row
-from outstride.core.contracts import Work
+from outstride.bench.comparison_rows import Bound, PeerReport, Row
+from outstride.core.contracts import PassInput
 from outstride.core.graph import chain, tree
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import Proposal, Wants
-from outstride.core.sequence import Table
+from outstride.core.sequence import BlockTable
 from outstride.errors import OutstrideError
 
 if TYPE_CHECKING:
     from outstride.models.decoder import Decoder
     from outstride.models.load import Loaded
 
-CACHED, LARGE_CACHED, PROMPT, OUTPUT, CROWD = 512, 1024, 4096, 128, 64
-KNOWN = {"alone": 51.0, "crowd": 770.0}
-"""Tokens per second of transformers on an H200, where it is not installed."""
+CACHED, LARGE_CACHED, PROMPT, OUTPUT, CONCURRENCY = 512, 1024, 4096, 128, 64
 
 
-def on_card(name: str, *, pages: int | None = None) -> Loaded:
-    """A model and its tokenizer, on the card."""
+def load_on_gpu(name: str, *, pages: int | None = None) -> Loaded:
+    """Loads a model and its tokenizer on the GPU."""
     from outstride.models import load
     from outstride.models.decoder import Decoder
     from outstride.ops.cuda import available
 
     if not available():
-        raise OutstrideError("there is no NVIDIA card here, or Triton is missing")
+        raise OutstrideError("no NVIDIA GPU was found, or Triton is not installed")
     from outstride.ops.cuda import Cuda
 
     path = load.locate(name)
     read = load._from_folder if path.is_dir() else load._from_gguf
     config, tensors, tokenizer = read(path)
     if pages is None:
-        pages = max(CROWD * 1024, 2 * config.context) // load.PAGE_SIZE
+        pages = max(CONCURRENCY * 1024, 2 * config.context) // load.PAGE_SIZE
     model = Decoder.from_tensors(
         config, tensors(), pages=pages, page_size=load.PAGE_SIZE, make_ops=Cuda
     )
@@ -56,13 +54,13 @@ def on_card(name: str, *, pages: int | None = None) -> Loaded:
 
 
 def large() -> Decoder:
-    """A decoder of the shape of Llama 3 8B with random weights, made on the card."""
+    """A decoder of the shape of Llama 3 8B with random weights, created on the GPU."""
     import torch
 
     from outstride.models.config import DecoderConfig, RopeConfig
     from outstride.models.decoder import Decoder
-    from outstride.ops.contract import LayerWeights, Model
     from outstride.ops.cuda import Cuda
+    from outstride.ops.weights import LayerWeights, ModelWeights
 
     config = DecoderConfig(
         architecture="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336,
@@ -84,15 +82,15 @@ def large() -> Decoder:
         )  # fmt: skip
 
     pages = 512
-    model = Model(
+    model = ModelWeights(
         shape=config, embedding=weight(128256, 4096), layers=[layer() for _ in range(32)],
         norm=norm(), head=weight(128256, 4096), slots=pages * 16, page_size=16,
     )  # fmt: skip
     return Decoder(config, Cuda(model), "random", pages=pages, page_size=16)
 
 
-class Bench:
-    """Passes of one model, driven by hand."""
+class GpuPasses:
+    """Single passes of one model, without an engine."""
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -101,23 +99,23 @@ class Bench:
     def tokens(self, count: int) -> list[int]:
         return [int(t) for t in self._random.integers(self.model.vocab_size, size=count)]
 
-    def work(self, table: Table, nodes: int, last: bool = False) -> Work:
-        """A chain behind what a table holds; all of it scored, or the last node alone."""
+    def work(self, table: BlockTable, nodes: int, last: bool = False) -> PassInput:
+        """A chain after the KV of a table; all nodes are scored, or only the last."""
         entries = np.arange(len(table), len(table) + nodes)
         slots = np.asarray(table.pages, dtype=np.int64)[entries // 16] * 16 + entries % 16
         wants = Wants(nodes=(nodes - 1,)) if last else Wants()
         graph = chain(self.tokens(nodes), len(table))
-        return Work(Proposal(graph, given=1, wants=wants), table, slots)
+        return PassInput(Proposal(graph, given=1, wants=wants), table, slots)
 
-    def drafted(self, table: Table, nodes: int) -> Work:
-        """A tree behind what a table holds, of which the eight best tokens of each node are wanted."""
+    def drafted(self, table: BlockTable, nodes: int) -> PassInput:
+        """A draft tree after the KV of a table, with the top 8 candidates of each node wanted."""
         work = self.work(table, nodes)
         parents = [-1, *(i // 2 for i in range(nodes - 1))]
         graph = tree(self.tokens(nodes), parents, len(table))
-        return Work(Proposal(graph, given=1, wants=Wants(best=8)), table, work.slots)
+        return PassInput(Proposal(graph, given=1, wants=Wants(best=8)), table, work.slots)
 
-    def steps(self, table: Table, count: int) -> list[float]:
-        """Seconds of steps one behind the other; the table has room for them."""
+    def steps(self, table: BlockTable, count: int) -> list[float]:
+        """Seconds of consecutive decode steps; the table has pages for them."""
         found, token = [], 1
         for _ in range(count):
             work = self.work(table, 1)
@@ -128,16 +126,18 @@ class Bench:
             table.positions.append(len(table))
         return found
 
-    def filled(self, first_page: int, cached: int, room: int) -> Table:
-        """A table with real entries, and pages for more."""
-        pages = list(range(first_page, first_page + (cached + room) // 16 + 1))
-        table = Table(pages=pages)
+    def filled(self, first_page: int, cached: int, extra: int) -> BlockTable:
+        """A table with real KV, and pages for more."""
+        pages = list(range(first_page, first_page + (cached + extra) // 16 + 1))
+        table = BlockTable(pages=pages)
         self.model.forward([self.work(table, cached, last=True)]).wait()
         table.positions = list(range(cached))
         return table
 
-    def on_card(self, work: Sequence[Work], repeat: int = 50) -> list[float]:
-        """Seconds between events; a nap before the first lets the host get ahead."""
+    def gpu_seconds(self, work: Sequence[PassInput], repeat: int = 50) -> list[float]:
+        """Seconds between events; a sleep kernel before the first lets the host launch everything
+        ahead.
+        """
         import torch
 
         found, nap = [], cast("Callable[[int], None]", torch.cuda._sleep)
@@ -152,7 +152,7 @@ class Bench:
             found.append(first.elapsed_time(last) / 1e3)
         return found[4:]
 
-    def on_host(self, work: Sequence[Work], repeat: int = 50) -> list[float]:
+    def host_seconds(self, work: Sequence[PassInput], repeat: int = 50) -> list[float]:
         return timed(lambda: self.model.forward(work).wait(), repeat)
 
 
@@ -173,7 +173,7 @@ def _events() -> tuple[Any, Any]:
 
 
 def ceilings() -> tuple[float, float]:
-    """Bytes per second of a copy (read and written), and operations per second of a product."""
+    """Bytes per second of a copy (read plus written), and operations per second of a matrix product."""
     import torch
 
     def seconds(call: Callable[[], object], count: int = 10) -> float:
@@ -204,74 +204,88 @@ def _row(name: str, seconds: list[float], bound: Bound | None = None, over: floa
 
 
 def passes(loaded: Loaded) -> list[Row]:
-    """One node and sixty-four behind cached entries."""
-    bench = Bench(loaded.model)
+    """Passes over one node and over 64 nodes, after cached KV."""
+    bench = GpuPasses(loaded.model)
     table = bench.filled(0, CACHED, 128)
     one, many = bench.work(table, 1), bench.work(table, 64)
-    alone = bench.on_card([one])
-    together = bench.on_card([many])
+    alone = bench.gpu_seconds([one])
+    together = bench.gpu_seconds([many])
     drafted = bench.drafted(table, 16)
     step = median(bench.steps(bench.filled(48, CACHED, 128), 100)[20:])
-    tables = [bench.filled(48 * (i + 1), CACHED, 16) for i in range(CROWD)]
-    crowd = [bench.work(t, 1) for t in tables]
+    tables = [bench.filled(48 * (i + 1), CACHED, 16) for i in range(CONCURRENCY)]
+    batch = [bench.work(t, 1) for t in tables]
     at_most = Bound(0.60, of="value")
     return [
-        _row(f"pass over 1 node, {CACHED} cached, on the card", alone, at_most),
-        _row("the same as the host sees it", bench.on_host([one])),
-        _row("pass over 64 nodes, of 1 node", together, Bound(1.25, of="value"), median(alone)),
-        _row("pass over 64 nodes as the host sees it", bench.on_host([many])),
-        _row("tree of 16 nodes, 8 best of each, on the card", bench.on_card([drafted])),
-        _row("the same as the host sees it, of a step", bench.on_host([drafted]), over=step),
-        _row(f"{CROWD} sequences of 1 node, on the card", bench.on_card(crowd)),
-        _row(f"{CROWD} sequences of 1 node as the host sees it", bench.on_host(crowd)),
+        _row(f"pass over 1 node, {CACHED} cached, on the GPU", alone, at_most),
+        _row("the same by the host", bench.host_seconds([one])),
+        _row(
+            "pass over 64 nodes, relative to 1 node",
+            together,
+            Bound(1.25, of="value"),
+            median(alone),
+        ),
+        _row("pass over 64 nodes by the host", bench.host_seconds([many])),
+        _row("tree of 16 nodes, top 8 of each, on the GPU", bench.gpu_seconds([drafted])),
+        _row(
+            "the same by the host, as a share of a step", bench.host_seconds([drafted]), over=step
+        ),
+        _row(f"{CONCURRENCY} sequences of 1 node, on the GPU", bench.gpu_seconds(batch)),
+        _row(f"{CONCURRENCY} sequences of 1 node by the host", bench.host_seconds(batch)),
     ]
 
 
 def generation(loaded: Loaded) -> list[Row]:
-    """Tokens per second under `plain`, beside transformers where it is installed."""
+    """Tokens per second under `plain`, against transformers where it is installed."""
     from outstride.llm import LLM
 
     theirs = transformers(loaded)
-    bench, rows = Bench(loaded.model), []
-    tables = [bench.filled(8 * i, OUTPUT // 2, 16) for i in range(CROWD)]
-    crowd = [bench.work(table, 1) for table in tables]
-    card = {count: median(bench.on_card(crowd[:count])) for count in (1, CROWD)}
-    with LLM(loaded, max_sequences=CROWD) as llm:
-        prompts = [f"Write a short story about number {i}." for i in range(CROWD)]
+    bench, rows = GpuPasses(loaded.model), []
+    tables = [bench.filled(8 * i, OUTPUT // 2, 16) for i in range(CONCURRENCY)]
+    batch = [bench.work(table, 1) for table in tables]
+    gpu_step = {count: median(bench.gpu_seconds(batch[:count])) for count in (1, CONCURRENCY)}
+    with LLM(loaded, max_sequences=CONCURRENCY) as llm:
+        prompts = [f"Write a short story about number {i}." for i in range(CONCURRENCY)]
 
         def times(count: int, tokens: int, **options: Any) -> list[float]:
             params = SamplingParams(max_tokens=tokens, ignore_eos=True, **options)
             return timed(lambda: llm.generate(prompts[:count], params), 7, warmups=2)
 
-        bound = Bound(25, most=False)
-        for name, count, key, least in (
+        for name, count, key, limit in (
             ("one request", 1, "alone", 0.15),
-            (f"{CROWD} requests", CROWD, "crowd", 1.0),
+            (f"{CONCURRENCY} requests", CONCURRENCY, "batch", 1.0),
         ):
             found, first = times(count, OUTPUT), times(count, 1)
             ours = count * OUTPUT / median(found)
             title = f"greedy, {name}, plain"
             raw = {"ours": found, "first token": first}
-            rows.append(Row(title, "tok/s", ours, theirs[key], bound, "transformers", raw))
+            rows.append(generation_row(title, ours, theirs.get(key), raw))
             step = (median(found) - median(first)) / (OUTPUT - 1)
-            alone = max(step - card[count], 0.0) * 1e3
+            alone = max(step - gpu_step[count], 0.0) * 1e3
             title = f"host work per step that no pass hides, {name}"
-            rows.append(Row(title, "ms", alone, None, Bound(least, of="value")))
+            rows.append(Row(title, "ms", alone, None, Bound(limit, of="value")))
         found = times(1, OUTPUT, temperature=0.8, top_p=0.95, seed=1)
         ours = OUTPUT / median(found)
         rows.append(Row("sampled (0.8, top-p 0.95), one request", "tok/s", ours))
     return rows
 
 
+def generation_row(
+    name: str, ours: float, theirs: float | None, raw: dict[str, list[float]]
+) -> Row:
+    """Tokens per second against transformers; `theirs` is None where it is not installed."""
+    other = "transformers" if theirs is not None else "transformers (not installed)"
+    return Row(name, "tok/s", ours, theirs, Bound(25, at_most=False), other, raw)
+
+
 def transformers(loaded: Loaded) -> dict[str, float]:
-    """Tokens per second of its `generate`, alone and with a batch."""
+    """Tokens per second of its `generate`, alone and with a batch; empty where it is not installed."""
     import importlib
 
     try:
         library = importlib.import_module("transformers")
         importlib.import_module("gguf")
     except ImportError:
-        return KNOWN
+        return {}
     import torch
 
     path, source = loaded.path, {}
@@ -280,7 +294,7 @@ def transformers(loaded: Loaded) -> dict[str, float]:
     model = library.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **source)
     model = model.to("cuda").eval()
     found = {}
-    for key, count, steps in (("alone", 1, 64), ("crowd", CROWD, 64)):
+    for key, count, steps in (("alone", 1, 64), ("batch", CONCURRENCY, 64)):
         ids = torch.randint(100, 40000, (count, 16), device="cuda")
         options = {"do_sample": False, "min_new_tokens": steps, "max_new_tokens": steps}
         mask = torch.ones_like(ids)
@@ -296,12 +310,12 @@ def transformers(loaded: Loaded) -> dict[str, float]:
 
 
 def large_passes() -> list[Row]:
-    """The large shape: one node, sixty-four, and a prompt."""
+    """The large shape: one node, 64 nodes, and a prompt."""
     import torch
 
     copied, multiplied = ceilings()
     model = large()
-    bench = Bench(model)
+    bench = GpuPasses(model)
     config = model.config
     matrices = config.hidden_size * (
         (config.heads + 2 * config.kv_heads + config.heads) * config.head_dim
@@ -309,13 +323,13 @@ def large_passes() -> list[Row]:
     )
     read = 2 * (config.layers * matrices + config.vocab_size * config.hidden_size) / copied
     table = bench.filled(0, LARGE_CACHED, 128)
-    alone = bench.on_card([bench.work(table, 1)], 20)
-    together = bench.on_card([bench.work(table, 64)], 20)
-    prompt = bench.work(Table(pages=list(range(100, 100 + PROMPT // 16))), PROMPT, last=True)
-    reading = bench.on_card([prompt], 3)
+    alone = bench.gpu_seconds([bench.work(table, 1)], 20)
+    together = bench.gpu_seconds([bench.work(table, 64)], 20)
+    prompt = bench.work(BlockTable(pages=list(range(100, 100 + PROMPT // 16))), PROMPT, last=True)
+    prefill = bench.gpu_seconds([prompt], 3)
     attention = 2 * PROMPT * PROMPT * config.heads * config.head_dim * config.layers
     work = 2 * PROMPT * config.layers * matrices + attention
-    share = work / median(reading) / multiplied
+    share = work / median(prefill) / multiplied
     model.close()
     del model, bench
     torch.cuda.empty_cache()
@@ -324,22 +338,27 @@ def large_passes() -> list[Row]:
         Row("copy", "TB/s", copied / 1e12),
         Row("bf16 products", "TFLOP/s", multiplied / 1e12),
         _row(name, alone),
-        _row(f"{name}, of reading its weights", alone, Bound(1.25, of="value"), read),
+        _row(f"{name}, relative to reading its weights", alone, Bound(1.25, of="value"), read),
         _row("8B shape, 64 nodes", together),
-        _row("8B shape, 64 nodes, of 1 node", together, Bound(1.2, of="value"), median(alone)),
-        _share(share, reading),
+        _row(
+            "8B shape, 64 nodes, relative to 1 node",
+            together,
+            Bound(1.2, of="value"),
+            median(alone),
+        ),
+        _share(share, prefill),
     ]
 
 
 def _share(share: float, seconds: list[float]) -> Row:
-    bound = Bound(0.4, most=False, of="value")
+    bound = Bound(0.4, at_most=False, of="value")
     name = f"8B shape, prompt of {PROMPT}"
-    return Row(name, "of the bf16 rate", share, None, bound, raw={"ours": seconds})
+    return Row(name, "share of the bf16 rate", share, None, bound, raw={"ours": seconds})
 
 
 def starts(name: str) -> list[Row]:
-    """From process start to the first token, the second time."""
-    command = [sys.executable, "-m", "outstride.bench.card", name]
+    """Seconds from process start to the first token, of the second start."""
+    command = [sys.executable, "-m", "outstride.bench.gpu", name]
     found = []
     for _ in range(2):
         start = time.perf_counter()
@@ -352,24 +371,24 @@ def starts(name: str) -> list[Row]:
 def compare(
     name: str, report: PeerReport, *, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """All rows of the table for a card."""
-    loaded = on_card(name)
-    parts: list[Callable[[], list[Row]]] = [
+    """All rows of the GPU table."""
+    loaded = load_on_gpu(name)
+    measurements: list[Callable[[], list[Row]]] = [
         lambda: passes(loaded),
         lambda: generation(loaded),
         large_passes,
         lambda: starts(name),
     ]
-    for i, part in enumerate(parts):
-        report.rows += part()
+    for i, measured in enumerate(measurements):
+        report.rows += measured()
         if progress is not None:
-            progress(i + 1, len(parts))
+            progress(i + 1, len(measurements))
 
 
 def _first_token(name: str) -> None:
     from outstride.llm import LLM
 
-    with LLM(on_card(name), max_sequences=4) as llm:
+    with LLM(load_on_gpu(name), max_sequences=4) as llm:
         print(llm.generate(["Why is the sky blue?"], SamplingParams(max_tokens=1))[0].text)
 
 

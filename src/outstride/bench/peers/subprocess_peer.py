@@ -1,8 +1,8 @@
-"""Engines in processes of their own, and in environments of their own.
+"""Engines in processes and environments of their own.
 
-An engine may need other versions of the libraries that are installed here. And one that takes
-instructions which a virtual machine announces and refuses dies; the bench must survive that, and say
-so.
+An engine may need other versions of libraries than those installed here. An engine that uses
+instructions which a virtual machine announces and does not permit crashes; the benchmark must
+survive that and report it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
@@ -22,31 +21,20 @@ from pathlib import Path
 from typing import IO, Any
 
 from outstride.bench import clock
-from outstride.bench.peers.peer import Ground, library
+from outstride.bench.peer_environments import interpreter
+from outstride.bench.peers.peer import PeerSetup, library
 from outstride.errors import OutstrideError
 
-ENVIRONMENTS = Path(sys.prefix) / "peers"
-"""Where `make peers` puts an environment for each engine."""
 HERE = Path(__file__).resolve().parents[3]
-PATIENCE = 20.0
-
-
-def made(name: str, environments: Path | None = None) -> Path | None:
-    """The Python of the environment that was made for an engine, if one was."""
-    own = (environments or ENVIRONMENTS) / name / "bin" / "python"
-    return own if own.exists() else None
-
-
-def interpreter(name: str, environments: Path | None = None) -> str:
-    """Where an engine runs: in its own environment; without one, here."""
-    return str(made(name, environments) or sys.executable)
+EXIT_TIMEOUT = 20.0
+"""Seconds to wait for a process to end."""
 
 
 _LOOK = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 
 
 def look_for(package: str, python: str) -> None:
-    """Refuses, in words, what is not installed: sooner than by starting it."""
+    """Raises an error if a package is not installed, without starting the engine."""
     if subprocess.run([python, "-c", _LOOK, package], check=False).returncode:
         raise OutstrideError(
             f"{package} cannot be imported: it is not installed; `make peers` makes an environment "
@@ -54,8 +42,8 @@ def look_for(package: str, python: str) -> None:
         )
 
 
-class Link:
-    """A process with an engine in it. What is asked is answered by one line."""
+class PeerProcess:
+    """A process that runs an engine. Each request gets a response of one line."""
 
     def __init__(self, name: str, python: str) -> None:
         self.name = name
@@ -70,40 +58,40 @@ class Link:
             encoding="utf-8",
         )
 
-    def ask(self, words: dict[str, Any]) -> Any:
-        """The answer; an error in words if the engine has one, or is no more."""
+    def ask(self, request: dict[str, Any]) -> Any:
+        """The response; raises an error if the engine reports one or has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(words) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
         if not line:
             raise OutstrideError(f"{self.name} ended: {self._end()}")
-        said = json.loads(line)
-        if isinstance(said, dict):
-            raise OutstrideError(said["error"])
-        return said
+        response = json.loads(line)
+        if isinstance(response, dict):
+            raise OutstrideError(response["error"])
+        return response
 
     def _end(self) -> str:
-        """How it ended, and the last that it said."""
+        """How the process ended, and the last line that it printed."""
         try:
-            code = self._process.wait(PATIENCE)
+            code = self._process.wait(EXIT_TIMEOUT)
         except subprocess.TimeoutExpired:
-            return "it answers no more"
+            return "it does not respond"
         how = f"exit status {code}"
         if code < 0:
             how = signal.strsignal(-code) or f"signal {-code}"
         if code == -signal.SIGILL:
-            how += "; it uses instructions that this processor announces and refuses"
+            how += "; it uses instructions that this processor announces but does not permit"
         self._log.seek(0)
         last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
         return "; ".join([how, *last])
 
     def close(self) -> None:
-        """Ends it: the end of its input is the sign."""
+        """Ends the process by closing its input."""
         if self._log.closed:
             return
         assert self._process.stdin is not None
@@ -112,28 +100,30 @@ class Link:
             with suppress(BrokenPipeError):
                 stream.close()
         try:
-            self._process.wait(PATIENCE)
+            self._process.wait(EXIT_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._log.close()
 
 
-class Distant:
-    """One setting of an engine behind a link."""
+class SubprocessPeer:
+    """One setting of an engine in a child process."""
 
-    def __init__(self, link: Link, number: int, told: dict[str, Any], threads: int) -> None:
-        self._link, self._number = link, number
-        self.name: str = told["name"]
-        self.settings: dict[str, Any] = {"threads": threads} | told["settings"]
+    def __init__(
+        self, process: PeerProcess, number: int, about: dict[str, Any], threads: int
+    ) -> None:
+        self._link, self._number = process, number
+        self.name: str = about["name"]
+        self.settings: dict[str, Any] = {"threads": threads} | about["settings"]
 
     def fits(self, count: int) -> bool:
         return count > 0
 
     def generate(self, prompts: Sequence[Sequence[int]], output: int) -> list[list[int]]:
         given = [list(prompt) for prompt in prompts]
-        said = self._link.ask({"peer": self._number, "prompts": given, "output": output})
-        return [[int(token) for token in tokens] for tokens in said]
+        response = self._link.ask({"peer": self._number, "prompts": given, "output": output})
+        return [[int(token) for token in tokens] for tokens in response]
 
     def once(self, nodes: int, cached: int) -> clock.Case | None:
         del nodes, cached
@@ -145,7 +135,7 @@ class Distant:
 
 @contextmanager
 def _unpacked(path: Path) -> Iterator[Path]:
-    """A GGUF file as the folder of a checkpoint, for engines that read nothing else."""
+    """A GGUF file as a checkpoint folder, for engines that load nothing else."""
     if path.is_dir():
         yield path
         return
@@ -161,20 +151,27 @@ def _unpacked(path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _open(name: str, package: str, ground: Ground, *, folder: bool) -> list[Distant]:
-    words = asdict(ground)
-    python = interpreter(name, words.pop("environments"))
+def _open(name: str, package: str, setup: PeerSetup, *, folder: bool) -> list[SubprocessPeer]:
+    request = asdict(setup)
+    python = interpreter(name, request.pop("environments"))
     look_for(package, python)
-    link = Link(name, python)
+    process = PeerProcess(name, python)
     try:
-        with _unpacked(ground.path) if folder else nullcontext(ground.path) as path:
-            told = link.ask({**words, "path": str(path)})
+        with _unpacked(setup.path) if folder else nullcontext(setup.path) as path:
+            description = process.ask({**request, "path": str(path)})
     except BaseException:
-        link.close()
+        process.close()
         raise
-    return [Distant(link, number, one, ground.threads) for number, one in enumerate(told)]
+    return [
+        SubprocessPeer(process, number, one, setup.threads)
+        for number, one in enumerate(description)
+    ]
 
 
-def opener(name: str, package: str, *, folder: bool = False) -> Callable[[Ground], list[Distant]]:
-    """Opens an engine by the name of its file here; `folder` if it cannot read GGUF files."""
+def opener(
+    name: str, package: str, *, folder: bool = False
+) -> Callable[[PeerSetup], list[SubprocessPeer]]:
+    """A function that opens an engine by the name of its file here; `folder` if it cannot load GGUF
+    files.
+    """
     return partial(_open, name, package, folder=folder)

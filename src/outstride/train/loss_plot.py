@@ -1,4 +1,4 @@
-"""The picture of a training: its loss, and what was measured on held-out texts, by step."""
+"""The plot of a training: loss and held-out tokens per pass, by step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 _WIDTH, _HEIGHT = 720, 200
 _LEFT, _TOP, _GAP = 64, 36, 56
 _POINTS = 360
-"""Points of a curve: the means of so many stretches."""
+"""Largest number of points of a curve, each the mean of a range of steps."""
 Point = tuple[float, float]
 
 
-def picture(losses: Sequence[float], measured: Sequence[Point], name: str) -> str:
+def loss_plot(losses: Sequence[float], measured: Sequence[Point], name: str) -> str:
     """An SVG with two panels, one above the other."""
     panels = [("loss", _means(losses), False), ("tokens per pass, held-out texts", measured, True)]
     last = max([len(losses), 1, *(int(x) for x, _ in measured)])
@@ -36,8 +36,8 @@ def _means(losses: Sequence[float]) -> list[Point]:
 def _panel(title: str, points: Sequence[Point], last: int, top: int, *, dots: bool) -> list[str]:
     low = min((y for _, y in points), default=0.0)
     high = max((y for _, y in points), default=1.0)
-    room = 0.05 * (high - low) or 0.5
-    low, high = low - room, high + room
+    margin = 0.05 * (high - low) or 0.5
+    low, high = low - margin, high + margin
 
     def place(x: float, y: float) -> tuple[float, float]:
         down = top + _HEIGHT * (1.0 - (y - low) / (high - low))

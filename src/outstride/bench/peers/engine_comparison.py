@@ -1,4 +1,6 @@
-"""All engines that are here, in one run: the same prompts, token counts and answer lengths."""
+"""Compares all engines that are installed, in one run: the same prompts, token counts and answer
+lengths.
+"""
 
 from __future__ import annotations
 
@@ -10,45 +12,45 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from outstride.bench import clock
-from outstride.bench.harness import Watch
-from outstride.bench.peers import distant, llama_cpp, transformers
-from outstride.bench.peers.ours import Ours
-from outstride.bench.peers.peer import Ground, Peer
+from outstride.bench.harness import ProgressCounter
+from outstride.bench.peers import llama_cpp, subprocess_peer, transformers
+from outstride.bench.peers.ours import OutstridePeer
+from outstride.bench.peers.peer import Peer, PeerSetup
 from outstride.errors import InvalidParams, OutstrideError
 
 if TYPE_CHECKING:
     from outstride.bench.prompts import BenchPrompt
     from outstride.llm import LLM
 
-PEERS: dict[str, Callable[[Ground], Sequence[Peer]]] = {
+PEERS: dict[str, Callable[[PeerSetup], Sequence[Peer]]] = {
     "llama.cpp": llama_cpp.open_all,
     "transformers": transformers.open_all,
-    "vllm": distant.opener("vllm", "vllm", folder=True),
-    "openvino": distant.opener("openvino", "openvino_genai"),
+    "vllm": subprocess_peer.opener("vllm", "vllm", folder=True),
+    "openvino": subprocess_peer.opener("openvino", "openvino_genai"),
 }
 NODES = (1, 2, 4, 8, 16, 32, 64)
 WARM = 4
 """Tokens of an answer that is not timed."""
 SETTLE = 0.02
-"""Seconds before a turn, in which the threads of the one before stop waiting actively."""
+"""Seconds before a turn, in which the previous engine's threads stop spinning."""
 
 
 Portions = dict[tuple[str, ...], list[dict[str, Any]]]
-"""By the prompts that were answered at once: a sample for each round."""
+"""One sample per round, by the prompts that were answered in one batch."""
 
 
 def _seconds(runs: Portions, of: Iterable[tuple[str, ...]]) -> float:
-    """How long some portions took together.
+    """Total seconds of some batches.
 
-    Of several rounds, each counts with its median: a slow moment of the machine spoils one round of
-    one engine, and no figure.
+    Of several rounds, each batch counts with its median: a slow moment of the machine spoils one
+    round of one engine, and no figure.
     """
     return sum(median(float(run["seconds"]) for run in runs[portion]) for portion in of)
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """How much is run."""
+class ComparisonPlan:
+    """What is run, and how often."""
 
     output: int = 64
     batches: tuple[int, ...] = (1, 8)
@@ -59,8 +61,8 @@ class Course:
 
 
 @dataclass(slots=True)
-class RaceReport:
-    """All samples, who took part and how it was set up, and who did not and why."""
+class EngineComparisonReport:
+    """All samples, the engines with their settings, and those left out with the reason."""
 
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -70,7 +72,7 @@ class RaceReport:
         return self.found
 
     def _portions(self) -> dict[tuple[str, int], Portions]:
-        """Answers by peer and batch size, then by the prompts that were answered at once."""
+        """Samples by peer and batch size, then by the prompts of a batch."""
         found: dict[tuple[str, int], Portions] = {}
         for sample in self.found:
             if sample["what"] == "answer":
@@ -90,7 +92,7 @@ class RaceReport:
         return found
 
     def against(self) -> dict[str, dict[str, float]]:
-        """How much quicker the first entry is than each other one, on what both answered."""
+        """Speed-up of the first peer over each other one, on the prompts that both answered."""
         first, found = next(iter(self.settings), ""), dict[str, dict[str, float]]()
         portions = self._portions()
         for (name, batch), mine in portions.items():
@@ -112,7 +114,7 @@ class RaceReport:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """Rates, passes, and all against the first of our own entries."""
+        """Rates, passes, and speed-ups of the first of our own peers."""
         return {
             "tokens_per_second": self.rates(),
             "milliseconds": self.passes(),
@@ -122,27 +124,27 @@ class RaceReport:
         }
 
 
-def race(
+def compare_engines(
     llm: LLM,
-    ground: Ground,
+    setup: PeerSetup,
     methods: Sequence[str],
     names: Sequence[str],
     prompts: Sequence[BenchPrompt],
-    course: Course,
+    plan: ComparisonPlan,
     *,
-    report: RaceReport | None = None,
+    report: EngineComparisonReport | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> RaceReport:
-    """Opens every peer that is here and runs all of them in turns."""
-    if not methods or not prompts or min(course.output, course.rounds, *course.batches) < 1:
-        raise InvalidParams("needs methods, prompts, and numbers from 1 on")
-    report = RaceReport() if report is None else report
+) -> EngineComparisonReport:
+    """Opens every peer that is installed and runs all of them in turns."""
+    if not methods or not prompts or min(plan.output, plan.rounds, *plan.batches) < 1:
+        raise InvalidParams("needs methods and prompts, and numbers of at least 1")
+    report = EngineComparisonReport() if report is None else report
     given = [(prompt.id, llm.encode(prompt.text, chat=True)) for prompt in prompts]
     with ExitStack() as stack:
-        peers: list[Peer] = [Ours(llm, method, ground.threads) for method in methods]
+        peers: list[Peer] = [OutstridePeer(llm, method, setup.threads) for method in methods]
         for name in names:
             try:
-                opened = PEERS[name](ground)
+                opened = PEERS[name](setup)
             except OutstrideError as error:
                 report.skipped[name] = str(error)
                 continue
@@ -151,38 +153,40 @@ def race(
                 peers.append(peer)
         peers = _warm(peers, given[0][1], report)
         report.settings |= {peer.name: peer.settings for peer in peers}
-        _run(peers, given, course, report, Watch(progress))
+        _run(peers, given, plan, report, ProgressCounter(progress))
     return report
 
 
 def _run(
     peers: Sequence[Peer],
     given: Sequence[tuple[str, list[int]]],
-    course: Course,
-    report: RaceReport,
-    watch: Watch,
+    plan: ComparisonPlan,
+    report: EngineComparisonReport,
+    counter: ProgressCounter,
 ) -> None:
     cases = {
         (peer.name, nodes): case
-        for nodes in course.nodes
+        for nodes in plan.nodes
         for peer in peers
-        if (case := peer.once(nodes, course.cached)) is not None
-        and (not isinstance(peer, Ours) or peer is peers[0])  # methods do not change passes
+        if (case := peer.once(nodes, plan.cached)) is not None
+        and (
+            not isinstance(peer, OutstridePeer) or peer is peers[0]
+        )  # methods do not change passes
     }
     portions = [
         (batch, given[i : i + batch])
-        for batch in course.batches
+        for batch in plan.batches
         for i in range(0, len(given) - batch + 1, batch)
     ]
     turns = [
         (peer, batch, portion)
-        for _ in range(course.rounds)
+        for _ in range(plan.rounds)
         for batch, portion in portions
         for peer in peers
         if peer.fits(batch)
     ]
-    watch.expected = len(cases) * (course.passes + 1) + len(turns)
-    for turn in range(course.passes + 1):
+    counter.expected = len(cases) * (plan.passes + 1) + len(turns)
+    for turn in range(plan.passes + 1):
         for (name, nodes), case in cases.items():
             with case() as call:
                 seconds = clock.timed(call)
@@ -190,21 +194,21 @@ def _run(
                 report.found.append(
                     {"what": "pass", "peer": name, "nodes": nodes, "seconds": round(seconds, 7)}
                 )
-            watch.tick()
+            counter.advance()
     for peer, batch, portion in turns:
         if peer.name not in report.skipped:
-            _turn(peer, batch, portion, course.output, report)
-        watch.tick()
+            _turn(peer, batch, portion, plan.output, report)
+        counter.advance()
 
 
-def _warm(peers: Sequence[Peer], prompt: list[int], report: RaceReport) -> list[Peer]:
-    """Those who can say something at all; what the others died of is noted."""
+def _warm(peers: Sequence[Peer], prompt: list[int], report: EngineComparisonReport) -> list[Peer]:
+    """The peers that answer at all; errors of the others are recorded."""
     found = []
     for peer in peers:
         try:
             peer.generate([prompt], WARM)
         except OutstrideError as error:
-            if isinstance(peer, Ours):
+            if isinstance(peer, OutstridePeer):
                 raise
             report.skipped[peer.name] = str(error)
         else:
@@ -217,22 +221,22 @@ def _turn(
     batch: int,
     portion: Sequence[tuple[str, list[int]]],
     output: int,
-    report: RaceReport,
+    report: EngineComparisonReport,
 ) -> None:
-    """One portion by one engine. One that dies is out of the race, and the others go on."""
+    """One batch by one engine. An engine that fails is left out from then on; the others continue."""
     prompts = [tokens for _, tokens in portion]
     time.sleep(SETTLE)
     start = clock.now()
     try:
-        said = peer.generate(prompts, output)
+        answers = peer.generate(prompts, output)
     except OutstrideError as error:
-        if isinstance(peer, Ours):
+        if isinstance(peer, OutstridePeer):
             raise
         report.skipped[peer.name] = str(error)
         return
     seconds = clock.now() - start
-    if [len(tokens) for tokens in said] != [output] * len(prompts):
-        raise OutstrideError(f"{peer.name} gave an answer of another length than was asked for")
+    if [len(tokens) for tokens in answers] != [output] * len(prompts):
+        raise OutstrideError(f"{peer.name} gave an answer of another length than requested")
     report.found.append(
         {
             "what": "answer",

@@ -1,4 +1,4 @@
-"""Lines of a comparison, and what each must be."""
+"""Rows of a comparison and their bounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def cores() -> int:
-    """How many cores this process may use; both sides have as many threads."""
+    """Number of cores that this process may use; both engines get as many threads."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -16,22 +16,22 @@ def cores() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a row must be: at most or at least a number, of the ratio or of our figure itself."""
+    """A bound of a row: at most or at least a number, for the ratio or for our own value."""
 
     limit: float
-    most: bool = True
+    at_most: bool = True
     of: str = "ratio"
 
     def met(self, value: float) -> bool:
-        return value <= self.limit if self.most else value >= self.limit
+        return value <= self.limit if self.at_most else value >= self.limit
 
     def __str__(self) -> str:
-        return f"{'<=' if self.most else '>='} {self.limit:g}"
+        return f"{'<=' if self.at_most else '>='} {self.limit:g}"
 
 
 @dataclass(slots=True)
 class Row:
-    """One line of the comparison."""
+    """One row of the comparison."""
 
     name: str
     unit: str
@@ -39,9 +39,9 @@ class Row:
     theirs: float | None = None
     bound: Bound | None = None
     other: str = ""
-    """Who `theirs` is."""
+    """The engine that `theirs` belongs to."""
     raw: dict[str, list[float]] = field(default_factory=dict)
-    """Durations of each run in seconds, or other values as they were read."""
+    """Seconds of each run, or other raw values."""
 
     @property
     def ratio(self) -> float | None:
@@ -70,7 +70,7 @@ class Row:
 
 @dataclass(slots=True)
 class PeerReport:
-    """All rows; what could not be measured, with the reason."""
+    """All rows; and what could not be measured, with the reason."""
 
     rows: list[Row] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Looking at what the target thinks of a text, through the same loop as everything else."""
+"""Reads the target's logits and distributions for a text, through the engine's own loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from outstride.bench import chance
+from outstride.bench import chi_square
 from outstride.core.contracts import Acceptor, Demand, Exactness, Method, Rounds
 from outstride.core.graph import FloatArray, NodeId, Position, TokenId, chain
 from outstride.core.params import SamplingParams
@@ -17,16 +17,16 @@ from outstride.draft.plain import Plain
 from outstride.llm import LLM
 
 
-class _LookDrafter(Plain):
-    """One plain pass whose whole row of raw logits is wanted."""
+class _LogitsDrafter(Plain):
+    """One plain pass that wants a whole row of raw logits."""
 
-    def propose(self, view: View, room: int) -> Rounds:
-        proposal = yield from super().propose(view, room)
-        return proposal.asking(Wants(logits=True))
+    def propose(self, view: View, num_draft_tokens: int) -> Rounds:
+        proposal = yield from super().propose(view, num_draft_tokens)
+        return proposal.with_wants(Wants(logits=True))
 
 
-class _LookAcceptor(Acceptor):
-    """Takes the row down and settles the most likely token, which ends the request."""
+class _LogitsAcceptor(Acceptor):
+    """Keeps the row and settles its argmax, which ends the request."""
 
     name = "look"
 
@@ -41,41 +41,43 @@ class _LookAcceptor(Acceptor):
 
 
 def logits_after(llm: LLM, tokens: Sequence[int]) -> FloatArray:
-    """The raw logits behind a run of tokens."""
-    acceptor = _LookAcceptor()
-    method = Method("look", _LookDrafter(), acceptor, Exactness.EXACT)
+    """Raw logits for the token after a sequence of tokens."""
+    acceptor = _LogitsAcceptor()
+    method = Method("look", _LogitsDrafter(), acceptor, Exactness.EXACT)
     llm.generate([list(tokens)], SamplingParams(max_tokens=1), method=method)
     assert acceptor.logits is not None
     return acceptor.logits
 
 
-class _Replay(Plain):
-    """Drafts a text that is known."""
+class _ReplayDrafter(Plain):
+    """Drafts a known text."""
 
     def __init__(self, text: Sequence[int]) -> None:
         self.text = list(text)
 
     def demand(self, view: View) -> Demand:
-        return Demand(most=min(16, view.limit - int(view.end) - 1), gain=1.0)
+        return Demand(max_nodes=min(16, view.limit - int(view.end) - 1), gain=1.0)
 
-    def propose(self, view: View, room: int) -> Rounds:
+    def propose(self, view: View, num_draft_tokens: int) -> Rounds:
         yield from ()
         done, given = int(view.end) - view.prompt_length, view.given()
-        draft = self.text[done : done + max(room, 0)] if room > 0 else []
+        draft = self.text[done : done + max(num_draft_tokens, 0)] if num_draft_tokens > 0 else []
         draft = draft[: max(len(self.text) - done - 1, 0)]
         graph = given.grow(chain(draft, view.end))
         return Proposal(graph, given=len(given), wants=Wants(rows=True))
 
 
-class _Weigh(Acceptor):
-    """Settles the known text whatever the target says, and notes what it said."""
+class _RankAcceptor(Acceptor):
+    """Settles the known text in any case and records where its tokens lie in the target's
+    distributions.
+    """
 
     name = "weigh"
 
     def __init__(self, text: Sequence[int], seed: int) -> None:
         self.text = list(text)
-        self.places: list[float] = []
-        self.tops: list[float] = []
+        self.positions: list[float] = []
+        self.top_probabilities: list[float] = []
         self._shares = np.random.default_rng(seed)
 
     def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
@@ -84,24 +86,27 @@ class _Weigh(Acceptor):
         settled: dict[Position, TokenId] = {}
         for i, node in enumerate(nodes):
             row, token = scores.probabilities(NodeId(node)), self.text[done + i]
-            self.places.append(chance.place(row, token, float(self._shares.random())))
-            self.tops.append(float(row.max()))
+            self.positions.append(
+                chi_square.rank_position(row, token, float(self._shares.random()))
+            )
+            self.top_probabilities.append(float(row.max()))
             settled[Position(int(view.end) + i)] = TokenId(token)
         return Verdict(settled=settled, keep=tuple(map(NodeId, range(len(proposal.graph)))))
 
 
-def weigh(
+def rank_positions(
     llm: LLM,
     prompt: Sequence[int],
     texts: Sequence[Sequence[int]],
     params: SamplingParams,
     seed: int,
-) -> tuple[list[chance.Numbers], chance.Numbers]:
-    """For each text, where its tokens lie in the target's distributions; and the likeliest ones'.
+) -> tuple[list[chi_square.Numbers], chi_square.Numbers]:
+    """For each text, where its tokens lie in the target's distributions; and all top probabilities.
 
-    The distributions are those of sampling: rules, temperature and filters of the request included.
+    The distributions are those of sampling: logits processors, temperature and filters of the
+    request included.
     """
-    judges = [_Weigh(text, seed + i) for i, text in enumerate(texts)]
+    judges = [_RankAcceptor(text, seed + i) for i, text in enumerate(texts)]
     requests = [
         (judge, replace(params, n=1, max_tokens=len(judge.text), stop=()))
         for judge in judges
@@ -112,12 +117,12 @@ def weigh(
             [list(prompt)] * len(requests),
             [its for _, its in requests],
             method=[
-                Method("weigh", _Replay(judge.text), judge, Exactness.LOSSY)
+                Method("weigh", _ReplayDrafter(judge.text), judge, Exactness.LOSSY)
                 for judge, _ in requests
             ],
         )
         for result in results:
             if result.error is not None:
                 raise result.error
-    tops = np.asarray([top for judge in judges for top in judge.tops])
-    return [np.asarray(judge.places, dtype=np.float64) for judge in judges], tops
+    tops = np.asarray([top for judge in judges for top in judge.top_probabilities])
+    return [np.asarray(judge.positions, dtype=np.float64) for judge in judges], tops

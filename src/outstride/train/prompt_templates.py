@@ -1,10 +1,11 @@
-"""Stems: how the user's turn begins when a model writes prompts of several kinds of tasks.
+"""Prompt templates: how the user's turn begins when a model writes prompts for several kinds of
+tasks.
 
-Left to itself, a model writes the prompts that it likes best. A stem sets the task and the model
+Without templates, a model writes only its favourite prompts. A template sets the task and the model
 writes the rest: `{line}` up to the end of a line, `{rest}` up to where it closes the turn, and
 `{passage}` a few whole sentences, for which it is asked as an assistant. `{name}`, `{number}`,
-`{topic}`, `{thing}`, `{place}` and `{language}` are drawn from lists, so that a stem does not lead to
-the same prompt again and again.
+`{topic}`, `{thing}`, `{place}` and `{language}` are chosen at random from lists, so that a template
+does not give the same prompt again and again.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from __future__ import annotations
 import re
 from random import Random
 
-GAPS = ("line", "passage", "rest")
-"""What the model writes."""
+GENERATED_FIELDS = ("line", "passage", "rest")
+"""Fields that the model writes."""
 
-STEMS: dict[str, tuple[str, ...]] = {
+TEMPLATES: dict[str, tuple[str, ...]] = {
     "maths": (
         "{name} has {number} {thing}.{rest}",
         "{name} buys {number} {thing} for ${number} each.{rest}",
@@ -154,17 +155,17 @@ PASSAGES = (
     "Write the first paragraph of a newspaper article about a court case in {place}.",
     "Write a short text about a football match between {place} and {place}.",
 )
-"""What the model is asked for when a task needs a passage."""
+"""Requests to the model for a passage."""
 
 WEIGHTS = {"maths": 4, "translation": 3, "summary": 3, "question": 4, "retrieval": 3}
-"""How much more often than the others."""
+"""How much more often than the other kinds."""
 
 
 def _listed(text: str) -> tuple[str, ...]:
     return tuple(text.split("|"))
 
 
-SLOTS: dict[str, tuple[str, ...]] = {
+LISTED_FIELDS: dict[str, tuple[str, ...]] = {
     "name": _listed(
         "Ada|Amir|Anna|Ben|Bruno|Carla|Chen|Clara|Daniel|Dora|Elena|Emma|Farid|Felix|Grace|Hana|Hugo|"
         "Ida|Ivan|Jack|Jamila|Jonas|Julia|Karim|Kate|Lena|Leo|Lucia|Maria|Max|Mina|Nadia|Noah|Olga|"
@@ -204,39 +205,42 @@ SLOTS: dict[str, tuple[str, ...]] = {
 
 _ABOUT_PASSAGES = {
     kind: chosen
-    for kind, stems in STEMS.items()
+    for kind, stems in TEMPLATES.items()
     if (chosen := tuple(s for s in stems if "{passage}" in s))
 }
 
 _HOLE = re.compile(r"\{(\w+)\}")
 
 
-def stem(random: Random, *, about_passages: bool = False) -> str:
-    """A stem with its lists drawn from; what the model is to write still stands in braces.
+def draw_template(random: Random, *, about_passages: bool = False) -> str:
+    """A random template with its list fields filled; the fields that the model writes are still in
+    braces.
 
-    about_passages: one of those that need a passage.
+    about_passages: only templates with a passage.
     """
-    kinds = sorted(_ABOUT_PASSAGES if about_passages else STEMS)
+    kinds = sorted(_ABOUT_PASSAGES if about_passages else TEMPLATES)
     kind = random.choices(kinds, [WEIGHTS.get(name, 1) for name in kinds])[0]
-    return _drawn(random.choice((_ABOUT_PASSAGES if about_passages else STEMS)[kind]), random)
+    return _drawn(random.choice((_ABOUT_PASSAGES if about_passages else TEMPLATES)[kind]), random)
 
 
-def passage(random: Random) -> str:
-    """A request for a passage."""
+def passage_request(random: Random) -> str:
+    """A random request for a passage."""
     return _drawn(random.choice(PASSAGES), random)
 
 
 def _drawn(pattern: str, random: Random) -> str:
     def fill(hole: re.Match[str]) -> str:
-        if hole[1] in GAPS:
+        if hole[1] in GENERATED_FIELDS:
             return hole[0]
         if hole[1] == "number":
             return str(random.choice((1, 1, 5)) * random.randint(2, random.choice((12, 60))))
-        return random.choice(SLOTS[hole[1]])
+        return random.choice(LISTED_FIELDS[hole[1]])
 
     return _HOLE.sub(fill, pattern)
 
 
-def pieces(pattern: str) -> list[str]:
-    """A stem as literal texts and gaps in turns; it begins with a literal, which may be empty."""
+def split_template(pattern: str) -> list[str]:
+    """A template as alternating literal texts and fields; it begins with a literal, which may be
+    empty.
+    """
     return _HOLE.split(pattern)

@@ -1,8 +1,8 @@
-"""What the recipe of the list models reads: questions with their answers, some of it masked.
+"""Training data of the list models: questions with answers, partly masked.
 
-    python -m outstride.train.lessons --out FOLDER --texts 20000
+    python -m outstride.train.list_tasks --out FOLDER --texts 20000
 
-writes questions and answers as words, for the recipes that train beside these models.
+writes questions and answers as a corpus, for recipes that train with these models.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ import torch
 
 from outstride.models.load import load_tokenizer
 from outstride.models.shipped.lists import END, MASK, TASKS, VOCABULARY
-from outstride.train.words import Text, Words
+from outstride.train.corpus_files import Corpus, CorpusText
 
 IDS = {word: i for i, word in enumerate(VOCABULARY)}
 LONGEST = 40
-"""Positions of a text that is written as words; the longest question with its answer has 30."""
+"""Positions of a text in the corpus; the longest question with its answer has 30."""
 SLACK = 8
-"""How many ends of text may follow the first one on a full canvas."""
+"""Largest number of end-of-text tokens after the first one on a full canvas."""
 CAUSAL = 0.25
-"""The share of texts from which a model of blocks learns to continue."""
+"""Share of texts from which a block model learns autoregressive decoding."""
 BLANK = 0.2
-"""The share of texts with all of the answer masked."""
+"""Share of texts with a fully masked answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
-    """Questions with their answers. Behind an answer there are only ends of text."""
+class TaskTexts:
+    """Questions with their answers, padded with end-of-text tokens."""
 
     tokens: torch.Tensor
     starts: torch.Tensor
     """Where answers begin."""
     stops: torch.Tensor
-    """Where they end, the first end of text included."""
+    """Where they end, the first end-of-text token included."""
 
-    def to(self, device: str) -> Texts:
-        return Texts(self.tokens.to(device), self.starts.to(device), self.stops.to(device))
+    def to(self, device: str) -> TaskTexts:
+        return TaskTexts(self.tokens.to(device), self.starts.to(device), self.stops.to(device))
 
-    def take(self, rows: torch.Tensor) -> Texts:
-        return Texts(self.tokens[rows], self.starts[rows], self.stops[rows])
+    def take(self, rows: torch.Tensor) -> TaskTexts:
+        return TaskTexts(self.tokens[rows], self.starts[rows], self.stops[rows])
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[str, str]], length: int) -> Texts:
-        """From questions and answers in words."""
+    def of(cls, pairs: Sequence[tuple[str, str]], length: int) -> TaskTexts:
+        """From questions and answers as text."""
         return cls._from(_encode(pairs, length))
 
     @classmethod
-    def training(cls, count: int, length: int, seed: int, workers: int) -> Texts:
+    def training(cls, count: int, length: int, seed: int, workers: int) -> TaskTexts:
         """Questions of all tasks in equal shares."""
         share = -(-count // max(workers, 1))
         jobs = [(share, length, f"train {seed} {worker}") for worker in range(max(workers, 1))]
@@ -67,18 +67,18 @@ class Texts:
         return cls._from(np.concatenate(parts))
 
     @classmethod
-    def _from(cls, rows: npt.NDArray[np.uint8]) -> Texts:
+    def _from(cls, rows: npt.NDArray[np.uint8]) -> TaskTexts:
         table = torch.from_numpy(rows)
         return cls(table[:, 2:].contiguous(), table[:, 0].long(), table[:, 1].long())
 
 
 def _encode(pairs: Sequence[tuple[str, str]], length: int) -> npt.NDArray[np.uint8]:
-    """A row for each: start and stop of the answer, then the tokens."""
+    """One row each: start and stop of the answer, then the tokens."""
     rows = np.full((len(pairs), 2 + length), IDS[END], np.uint8)
     for row, (question, answer) in zip(rows, pairs, strict=True):
-        asked, said = question.split(), answer.split()
-        row[0], row[1] = len(asked), len(asked) + len(said) + 1
-        row[2 : 2 + row[1] - 1] = [IDS[word] for word in (*asked, *said)]
+        counted, reply = question.split(), answer.split()
+        row[0], row[1] = len(counted), len(counted) + len(reply) + 1
+        row[2 : 2 + row[1] - 1] = [IDS[word] for word in (*counted, *reply)]
     return rows
 
 
@@ -89,22 +89,23 @@ def _made(count: int, length: int, seed: str) -> npt.NDArray[np.uint8]:
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """Texts with masks, who sees whom in them, and what is to be said where."""
+class MaskedExamples:
+    """Texts with masks, their attention mask, and the target tokens."""
 
     tokens: torch.Tensor
-    sees: torch.Tensor
+    mask: torch.Tensor
     targets: torch.Tensor
-    asked: torch.Tensor
-    """The positions that count."""
+    counted: torch.Tensor
+    """Positions that count for the loss."""
 
 
-def lesson(texts: Texts, block: int | None, numbers: torch.Generator, *, blank: bool) -> Lesson:
+def masked_examples(
+    texts: TaskTexts, block: int | None, numbers: torch.Generator, *, blank: bool
+) -> MaskedExamples:
     """Masks some of each answer; with `blank`, all of it.
 
-    A settled end of text cuts the canvas, and so half of the texts here end with it. Of a text that
-    is seen in blocks, one block is masked and those before it are settled: what comes behind a block
-    is not seen from it.
+    A settled end-of-text token cuts the canvas, so half of the texts here end with it. With blocks,
+    one block of a text is masked and those before it are settled; a block does not see later blocks.
     """
     device, (count, length) = texts.tokens.device, texts.tokens.shape
 
@@ -123,48 +124,48 @@ def lesson(texts: Texts, block: int | None, numbers: torch.Generator, *, blank: 
     share = torch.where(draw(count, 1) < (1.0 if blank else BLANK), 2.0, draw(count, 1))
     masked = work & (draw(count, length) < share)
     visible = places[None] // size <= places[:, None] // size
-    sees = visible[None] & (places < seen)[:, None]
+    mask = visible[None] & (places < seen)[:, None]
     targets, tokens = texts.tokens.long(), texts.tokens.long()
-    asked = masked
+    counted = masked
     tokens = torch.where(masked, IDS[MASK], tokens)
     if block is not None and not blank:
         plain = draw(count, 1) < CAUSAL
         follows = (places >= starts - 1) & (places < stops - 1)
         before = (places[None] <= places[:, None])[None]
-        sees = torch.where(plain[..., None], before, sees)
-        asked = torch.where(plain, follows, masked)
+        mask = torch.where(plain[..., None], before, mask)
+        counted = torch.where(plain, follows, masked)
         tokens = torch.where(plain, texts.tokens.long(), tokens)
         targets = torch.where(plain, targets.roll(-1, dims=1), targets)
-    sees = sees | torch.eye(length, dtype=torch.bool, device=device)  # nobody sees nothing
-    return Lesson(tokens, sees, targets, asked)
+    mask = mask | torch.eye(length, dtype=torch.bool, device=device)  # nothing sees nothing
+    return MaskedExamples(tokens, mask, targets, counted)
 
 
 # --- as words --------------------------------------------------------------------------------------
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """Questions of all tasks in equal shares, each with an answer, as a folder of words."""
+    """Writes questions of all tasks in equal shares with their answers as a corpus folder."""
     tokenizer = load_tokenizer("parallel-block")
     about = {
         "model": "parallel-block",
         "vocabulary": tokenizer.digest,
         "vocab_size": len(VOCABULARY),
         "end": IDS[END],
-        "order": {"lists": count, "seed": seed},
+        "spec": {"lists": count, "seed": seed},
     }
-    words = Words.create(folder, about)
-    if words.paths():
+    corpus = Corpus.create(folder, about)
+    if corpus.paths():
         return
     rows = _made(count, LONGEST, f"words {seed}").tolist()
-    texts = [Text(row[2 : 2 + row[1]], row[0], sampled=False) for row in rows]
-    words.append(texts, after=count)
-    words.note(texts=count)
+    texts = [CorpusText(row[2 : 2 + row[1]], row[0], sampled=False) for row in rows]
+    corpus.append(texts, after=count)
+    corpus.note(texts=count)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="outstride.train.lessons", description=__doc__)
-    parser.add_argument("--out", required=True, type=Path, help="folder of the words")
+    parser = argparse.ArgumentParser(prog="outstride.train.list_tasks", description=__doc__)
+    parser.add_argument("--out", required=True, type=Path, help="corpus folder")
     parser.add_argument("--texts", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)

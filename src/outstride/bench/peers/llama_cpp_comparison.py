@@ -1,7 +1,7 @@
-"""Beside llama.cpp: the same file, the same threads, in turns, in one run on one machine.
+"""Comparison with llama.cpp: the same file, the same threads, in turns, in one run on one machine.
 
-Both sides read the same tokens. Where both sides score several nodes of a pass, both score all of
-them; a second row shows what llama.cpp saves by scoring only the last.
+Both engines get the same tokens. Where one scores several nodes of a pass, the other scores all of
+them too; a second row shows what llama.cpp saves by scoring only the last.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import numpy as np
 
 from outstride.bench import clock
 from outstride.bench.clock import Series
-from outstride.bench.harness import Watch
-from outstride.bench.peers.llama_cpp import SETTLE, LlamaCpp, Passes
-from outstride.bench.peers.rows import Bound, PeerReport, Row, cores
+from outstride.bench.comparison_rows import Bound, PeerReport, Row, cores
+from outstride.bench.harness import ProgressCounter
+from outstride.bench.peers.llama_cpp import SETTLE, LlamaCpp, LlamaPasses
 from outstride.bench.prompts import built_in
-from outstride.bench.step import Bed, StepCase
+from outstride.bench.step import PassBench, StepCase
 from outstride.core.params import SamplingParams
 from outstride.errors import InvalidParams, OutstrideError
 
 if TYPE_CHECKING:
     from outstride.llm import LLM
 
-CACHED, LONG, PROMPT, OUTPUT, CROWD = 128, 4096, 1024, 128, 16
+CACHED, LONG, PROMPT, OUTPUT, CONCURRENCY = 128, 4096, 1024, 128, 16
 PASSES = 3
-"""Passes are short and vary: so many times the runs of what takes seconds."""
+"""Passes are short and vary: they run this many times as often as cases that take seconds."""
 
 
 def gguf_of(name: str) -> Path:
-    """The file that both sides read."""
+    """The GGUF file that both engines load."""
     from outstride.models.load import locate
 
     path = locate(name)
@@ -46,13 +46,13 @@ def gguf_of(name: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured; tests take less."""
+    """Sizes of the cases; tests use smaller ones."""
 
     cached: int = CACHED
     long: int = LONG
     prompt: int = PROMPT
     output: int = OUTPUT
-    crowd: int = CROWD
+    concurrency: int = CONCURRENCY
     nodes: tuple[int, ...] = (1, 8, 16)
     many: int = 64
 
@@ -64,22 +64,22 @@ def _pass_name(case: StepCase) -> str:
     if case.sequences > 1:
         return f"{case.sequences} sequences of {case.nodes} node"
     plural = "" if case.nodes == 1 else "s"
-    behind = f", {case.cached:,} cached" if case.sweep == "cached" else ""
-    return f"pass over {case.nodes} node{plural}{behind}"
+    cached = f", {case.cached:,} cached" if case.sweep == "cached" else ""
+    return f"pass over {case.nodes} node{plural}{cached}"
 
 
 @contextmanager
-def _ours(bed: Bed, case: StepCase) -> Iterator[Callable[[], object]]:
-    """One pass of ours to be timed, after one that is not."""
+def _ours(bench: PassBench, case: StepCase) -> Iterator[Callable[[], object]]:
+    """One pass of ours to time, after one that is not timed."""
     time.sleep(SETTLE)
-    with bed.once(case) as call:
+    with bench.once(case) as call:
         call()
-    with bed.once(case) as call:
+    with bench.once(case) as call:
         yield call
 
 
 class _Prompts:
-    """Prompts by turn: both sides get the same ones, and no turn finds its own in a cache."""
+    """Prompts by turn: both engines get the same ones, and no turn finds its prompts in a cache."""
 
     def __init__(self, llm: LLM, seed: int) -> None:
         self._texts = [llm.encode(p.text, chat=True) for p in built_in()]
@@ -91,7 +91,7 @@ class _Prompts:
         return [int(t) for t in source.integers(self._vocabulary, size=count)]
 
     def texts(self, turn: int, count: int) -> list[list[int]]:
-        """Built-in prompts behind a token of their own, which no other prompt begins with."""
+        """Built-in prompts, each after one token that no other prompt begins with."""
         first = self.random(turn, count)
         return [[first[i], *self._texts[i % len(self._texts)]] for i in range(count)]
 
@@ -103,7 +103,7 @@ class _Prompts:
 def _case(
     prompts: Callable[[int], list[list[int]]], call: Callable[[int, list[list[int]]], object]
 ) -> clock.Case:
-    """A case whose prompts follow from how often it has run."""
+    """A case whose prompts depend on how often it has run."""
     turns = itertools.count()
 
     @contextmanager
@@ -126,7 +126,7 @@ def compare(
     report: PeerReport | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> PeerReport:
-    """Passes and generations of both sides, in turns. The engine of `llm` must be idle."""
+    """Passes and generation of both engines, in turns. The engine of `llm` must be idle."""
     if repeat < 1:
         raise InvalidParams("repeat must be at least 1")
     sizes = sizes or Sizes()
@@ -136,7 +136,7 @@ def compare(
     long = max(sizes.long, sizes.prompt, prompts.longest + sizes.output, sizes.cached)
     cases = [
         *(StepCase("nodes", nodes, sizes.cached) for nodes in sizes.nodes),
-        StepCase("sequences", 1, sizes.cached, sizes.crowd),
+        StepCase("sequences", 1, sizes.cached, sizes.concurrency),
         StepCase("cached", 1, sizes.long),
     ]
     if longest := [_pass_name(c) for c in cases if c.cached + c.nodes > context]:
@@ -146,17 +146,17 @@ def compare(
         threads=cores(),
         long=min(long + max(sizes.nodes) + 1, context),
         short=max(prompts.longest + sizes.output, sizes.cached) + 2,
-        crowd=sizes.crowd,
+        sequences=sizes.concurrency,
     )
-    watch = Watch(progress)
+    counter = ProgressCounter(progress)
     with closing(peer):
         report.peer = peer.describe()
         cases = [c for c in cases if _pass_name(c) not in report.skipped]
         last_only = sum(c.nodes > 1 for c in cases)
-        watch.expected = (1 + PASSES * repeat) * (2 * len(cases) + last_only)
-        watch.expected += (1 + repeat) * 7
-        _compare_passes(llm, peer, cases, repeat, seed, watch, report)
-        _compare_generation(llm, peer, prompts, repeat, sizes, watch, report)
+        counter.expected = (1 + PASSES * repeat) * (2 * len(cases) + last_only)
+        counter.expected += (1 + repeat) * 7
+        _compare_passes(llm, peer, cases, repeat, seed, counter, report)
+        _compare_generation(llm, peer, prompts, repeat, sizes, counter, report)
     return report
 
 
@@ -166,49 +166,49 @@ def _compare_passes(
     cases: Sequence[StepCase],
     repeat: int,
     seed: int,
-    watch: Watch,
+    counter: ProgressCounter,
     report: PeerReport,
 ) -> None:
-    bed = Bed(llm.engine.passes, seed, watch)
-    theirs = Passes(peer, llm.model.vocab_size, seed)
+    bench = PassBench(llm.engine.idle_runner(), seed, counter)
+    theirs = LlamaPasses(peer, llm.model.vocab_size, seed)
     series: dict[tuple[str, StepCase], Series] = {}
     try:
-        bed.prepare(cases)
-        obstacles = {case: reason for case in cases if (reason := bed.obstacle(case))}
+        bench.prepare(cases)
+        obstacles = {case: reason for case in cases if (reason := bench.obstacle(case))}
         report.skipped |= {_pass_name(case): reason for case, reason in obstacles.items()}
         cases = [case for case in cases if case not in obstacles]
-        crowd = max((case.sequences for case in cases if case.sequences > 1), default=1)
+        concurrency = max((case.sequences for case in cases if case.sequences > 1), default=1)
         cached = min((case.cached for case in cases), default=0)
-        theirs.prepare(max((case.cached for case in cases), default=0), crowd, cached)
+        theirs.prepare(max((case.cached for case in cases), default=0), concurrency, cached)
         runs: dict[tuple[str, StepCase], clock.Case] = {}
         for case in cases:
-            runs["ours", case] = _bind(_ours, bed, case)
+            runs["ours", case] = _bind(_ours, bench, case)
             runs["theirs", case] = _bind(theirs.once, case)
             if case.nodes > 1:
                 runs["last", case] = _bind(theirs.once, case, False)
         for long in (False, True):
             some = {key: run for key, run in runs.items() if (key[1].sweep == "cached") is long}
-            clock.in_turns(some, repeat=PASSES * repeat, tick=watch.tick, into=series)
+            clock.in_turns(some, repeat=PASSES * repeat, tick=counter.advance, into=series)
     finally:
-        bed.close()
+        bench.close()
         report.rows += _pass_rows(cases, series)
 
 
 def _pass_rows(
     cases: Sequence[StepCase], series: Mapping[tuple[str, StepCase], Series]
 ) -> Iterator[Row]:
-    """A line for each case that both sides were timed on."""
+    """A row for each case that both engines were timed on."""
     for case in cases:
         name, mine = _pass_name(case), series.get(("ours", case), Series())
         limit = 1.0 if case.sweep == "cached" else _PASS_BOUNDS.get(case.nodes * case.sequences)
         bound = None if limit is None else Bound(limit)
-        for other, told, must in (
+        for other, label, must in (
             ("theirs", name, bound),
             ("last", f"{name}, theirs scoring the last", None),
         ):
             theirs = series.get((other, case), Series())
             if mine.seconds and theirs.seconds:
-                yield _row(told, mine, theirs, must)
+                yield _row(label, mine, theirs, must)
 
 
 def _bind(function: Callable[..., Any], *arguments: Any) -> clock.Case:
@@ -227,74 +227,83 @@ def _row(name: str, ours: Series, theirs: Series, bound: Bound | None) -> Row:
     )
 
 
+def _generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
+    """Answers prompts; raises an error if an answer fails or has another length than requested."""
+    for result in llm.generate(prompts, params):
+        if result.error is not None:
+            raise result.error
+        if len(result.outputs[0].token_ids) != params.max_tokens:
+            raise OutstrideError("an answer has another length than requested")
+
+
 def _compare_generation(
     llm: LLM,
     peer: LlamaCpp,
     prompts: _Prompts,
     repeat: int,
     sizes: Sizes,
-    watch: Watch,
+    counter: ProgressCounter,
     report: PeerReport,
 ) -> None:
-    output, crowd = sizes.output, sizes.crowd
+    output, concurrency = sizes.output, sizes.concurrency
     greedy = SamplingParams(max_tokens=output, ignore_eos=True)
 
     def ours(params: SamplingParams) -> Callable[[int, list[list[int]]], object]:
-        def call(_turn: int, given: list[list[int]]) -> None:
-            for result in llm.generate(given, params):
-                if result.error is not None:
-                    raise result.error
-                if len(result.outputs[0].token_ids) != params.max_tokens:
-                    raise OutstrideError("an answer of another length than was asked for")
-
-        return call
+        return lambda _turn, given: _generate(llm, given, params)
 
     def sampled(turn: int, given: list[list[int]]) -> None:
         params = SamplingParams(
             max_tokens=output, ignore_eos=True, temperature=0.8, top_p=0.95, seed=turn
         )
-        ours(params)(turn, given)
+        _generate(llm, given, params)
 
-    def reading(turn: int) -> list[list[int]]:
+    def long_prompt(turn: int) -> list[list[int]]:
         return [prompts.random(turn, sizes.prompt)]
 
     def alone(turn: int) -> list[list[int]]:
         return prompts.texts(turn, 1)
 
     def again(turn: int) -> list[list[int]]:
-        return prompts.texts(turn + 500_000, 1)  # what greedy decoding read is in the cache by now
+        return prompts.texts(turn + 500_000, 1)  # greedy prompts are in the prefix cache
 
     def several(turn: int) -> list[list[int]]:
-        return prompts.texts(turn + 1_000_000, crowd)
+        return prompts.texts(turn + 1_000_000, concurrency)
 
-    def read(_turn: int, given: list[list[int]]) -> None:
-        peer.alone.clear()
-        peer.alone.read(given)
+    def prefill(_turn: int, given: list[list[int]]) -> None:
+        peer.single.clear()
+        peer.single.prefill(given)
 
     runs: dict[str, clock.Case] = {
-        "read ours": _case(reading, ours(SamplingParams(max_tokens=1, ignore_eos=True))),
-        "read theirs": _case(reading, read),
+        "prefill ours": _case(long_prompt, ours(SamplingParams(max_tokens=1, ignore_eos=True))),
+        "prefill theirs": _case(long_prompt, prefill),
         "alone ours": _case(alone, ours(greedy)),
-        "alone theirs": _case(alone, lambda _, given: peer.alone.generate(given, output)),
+        "alone theirs": _case(alone, lambda _, given: peer.single.generate(given, output)),
         "sampled ours": _case(again, sampled),
-        "crowd ours": _case(several, ours(greedy)),
-        "crowd theirs": _case(several, lambda _, given: peer.crowd.generate(given, output)),
+        "batch ours": _case(several, ours(greedy)),
+        "batch theirs": _case(several, lambda _, given: peer.batched.generate(given, output)),
     }
     context = llm.model.context
     if sizes.prompt + 1 > context:
         report.skipped[f"prompt of {sizes.prompt:,} tokens"] = f"the context holds {context}"
-        runs = {name: run for name, run in runs.items() if not name.startswith("read")}
+        runs = {name: run for name, run in runs.items() if not name.startswith("prefill")}
     series: dict[str, Series] = {}
     try:
-        clock.in_turns(runs, repeat=repeat, tick=watch.tick, into=series)
+        clock.in_turns(runs, repeat=repeat, tick=counter.advance, into=series)
     finally:
         report.rows += _rates(series, sizes)
 
 
 def _rates(series: Mapping[str, Series], sizes: Sizes) -> Iterator[Row]:
-    """Tokens per second of what both sides were timed on."""
-    for name, tokens, ours, theirs, least, other in (
-        (f"prompt of {sizes.prompt:,} tokens", sizes.prompt, "read ours", "read theirs", 1.0, ""),
+    """Tokens per second of the cases that both engines were timed on."""
+    for name, tokens, ours, theirs, minimum, other in (
+        (
+            f"prompt of {sizes.prompt:,} tokens",
+            sizes.prompt,
+            "prefill ours",
+            "prefill theirs",
+            1.0,
+            "",
+        ),
         (
             f"greedy, one request, {sizes.output} tokens",
             sizes.output,
@@ -304,10 +313,10 @@ def _rates(series: Mapping[str, Series], sizes: Sizes) -> Iterator[Row]:
             "",
         ),
         (
-            f"{sizes.crowd} requests at once",
-            sizes.crowd * sizes.output,
-            "crowd ours",
-            "crowd theirs",
+            f"{sizes.concurrency} requests at once",
+            sizes.concurrency * sizes.output,
+            "batch ours",
+            "batch theirs",
             2.7,
             "",
         ),
@@ -327,7 +336,7 @@ def _rates(series: Mapping[str, Series], sizes: Sizes) -> Iterator[Row]:
                 "tok/s",
                 tokens / mine.median,
                 tokens / others.median,
-                Bound(least, most=False),
+                Bound(minimum, at_most=False),
                 other=other or "llama.cpp",
                 raw={"ours": mine.seconds, "theirs": others.seconds},
             )

@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps instead of within one, so that what is kept is never half of a step."""
+"""Ctrl-C between two steps instead of within one, so that a checkpoint never holds half a step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def patient() -> Iterator[Callable[[], bool]]:
-    """Yields what to ask whether somebody wants an end. Who asks for it twice gets it at once.
+def deferred_interrupt() -> Iterator[Callable[[], bool]]:
+    """Yields a function that says whether an interrupt was requested. A second signal interrupts at
+    once.
 
-    Outside the main thread signals arrive elsewhere, and nothing is changed.
+    Outside the main thread signals are not delivered, and nothing is changed.
     """
     asked = False
 
