@@ -81,8 +81,8 @@ sanitize: $(VENV)/.test-stamp ## Native tests under AddressSanitizer and UBSan
 	done; \
 	LD_PRELOAD="$$preload" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  OUTSTRIDE_KERNELS="$$folder/kernels.so" OUTSTRIDE_HOST="$$folder/kernels.so" OMP_WAIT_POLICY=PASSIVE \
-	  $(VENV)/bin/python -m pytest -p no:cacheprovider tests/ops/test_attention.py tests/ops/test_cpu.py tests/ops/test_cpu_groups.py \
-	  tests/ops/test_keys.py tests/ops/test_products.py tests/draft/test_paths.py $(ARGS)
+	  $(VENV)/bin/python -m pytest -p no:cacheprovider tests/ops/test_attention.py tests/ops/test_cpu.py tests/ops/test_cpu_int4.py \
+	  tests/ops/test_attention_metadata.py tests/ops/test_gemm.py tests/draft/test_tree_search.py $(ARGS)
 
 .PHONY: format
 format: $(VENV)/.test-stamp ## Rewrite the code in the project's format

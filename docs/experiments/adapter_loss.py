@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
-from outstride.models.grafts.folder import read_config, read_tensors
-from outstride.train.diffusion_adapter import DiffusionAdapter
+from outstride.models.draft_heads.folder import read_config, read_tensors
+from outstride.train.corpus_files import TrainingRows
+from outstride.train.diffusion_adapter import DiffusionAdapterRecipe
 from outstride.train.target import Target
-from outstride.train.words import Rows
 
 LENGTH = 512
 
 
 def entries(file: Path, limit: int) -> list[dict[str, Any]]:
-    """Lines of a file, packed or not: so many, spread evenly."""
+    """`count` lines of a file, packed or not, spread evenly."""
     opened = gzip.open if file.suffix == ".gz" else open
     with opened(file, "rt", encoding="utf-8") as lines:
         found = [json.loads(line) for line in lines if line.strip()]
@@ -50,7 +50,7 @@ def texts(args: argparse.Namespace, target: Target) -> Iterator[tuple[str, list[
         yield "humaneval", [(e["prompt"], e["canonical_solution"]) for e in found]
 
 
-def rows_of(target: Target, pairs: list[tuple[str, str]]) -> Rows:
+def rows_of(target: Target, pairs: list[tuple[str, str]]) -> TrainingRows:
     assert target.tokenizer is not None
     encode = target.tokenizer.encode
     parts = [(encode(a, add_special=False), encode(b, add_special=False)) for a, b in pairs]
@@ -61,16 +61,18 @@ def rows_of(target: Target, pairs: list[tuple[str, str]]) -> Rows:
         tokens[row, : len(whole)] = whole
     starts = torch.tensor([len(asked) for asked, _ in parts])
     stops = torch.tensor([min(LENGTH, len(a) + len(b)) for a, b in parts])
-    return Rows(tokens, starts, stops, torch.zeros(len(parts)).bool(), torch.arange(len(parts)))
+    return TrainingRows(
+        tokens, starts, stops, torch.zeros(len(parts)).bool(), torch.arange(len(parts))
+    )
 
 
 @torch.no_grad()
-def losses(recipe: DiffusionAdapter, rows: Rows) -> dict[str, float]:
+def losses(recipe: DiffusionAdapterRecipe, rows: TrainingRows) -> dict[str, float]:
     sums: dict[str, torch.Tensor] = {}
     with recipe.target.autocast():
         for i in range(0, len(rows), 4):
             some = rows.take(slice(i, i + 4)).to(recipe.target.device)
-            for name, found in recipe.sums(some, recipe.read(some, final=True), i):
+            for name, found in recipe.sums(some, recipe.context_hidden(some, final=True), i):
                 at = f"loss_{name}"
                 sums[at] = sums.get(at, torch.zeros(2, dtype=torch.float64)) + found.double().cpu()
     return {name: round(float(both[0] / both[1]), 4) for name, both in sums.items()}
@@ -86,7 +88,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     target = Target.load(args.model, args.device)
-    recipe = DiffusionAdapter(
+    recipe = DiffusionAdapterRecipe(
         target, rank=int(read_config(args.folder)["rank"]), sizes="4,8,16,32", compiled=False
     )
     recipe.weights = {n: v.to(args.device) for n, v in read_tensors(args.folder).items()}

@@ -46,8 +46,8 @@ class Look:
 class Looking(Drafter):
     """Another drafter's trees, looked at after some layers and never cut."""
 
-    def __init__(self, of: Drafter, layers: list[int], most: int) -> None:
-        self.of, self.layers, self.most = of, layers, most
+    def __init__(self, of: Drafter, layers: list[int], max_candidates: int) -> None:
+        self.of, self.layers, self.max_candidates = of, layers, max_candidates
         self.wants, self.looks = of.wants, list[Look]()
 
     def demand(self, view: View) -> Demand:
@@ -61,13 +61,15 @@ class Looking(Drafter):
         parents, tokens, ranks = graph.parents.tolist(), graph.tokens.tolist(), {}
         hidden = None
         for low, high in pairwise([0, *self.layers]):
-            wants = Wants(nodes=tuple(sorted(set(parents[1:]))), best=self.most, hidden=(high,))
+            wants = Wants(
+                nodes=tuple(sorted(set(parents[1:]))), best=self.max_candidates, hidden=(high,)
+            )
             early = yield replace(whole, layers=(low, high), hidden=hidden, wants=wants)
             hidden, ranks[high] = early.hidden[high], [0] * len(graph)
             for node in range(1, len(graph)):
-                rivals = [int(token) for token in early.rivals(NodeId(parents[node]))]
-                found = tokens[node] in rivals
-                ranks[high][node] = rivals.index(tokens[node]) if found else self.most
+                candidates = [int(token) for token in early.candidates(NodeId(parents[node]))]
+                found = tokens[node] in candidates
+                ranks[high][node] = candidates.index(tokens[node]) if found else self.max_candidates
         self.looks.append(Look(parents, ranks, set()))
         return replace(whole, layers=(self.layers[-1], view.layers), hidden=hidden)
 

@@ -33,23 +33,23 @@ def classes(results: dict[int, torch.Tensor]) -> str:
 
 
 def linear_by_rows(k: int, n: int) -> str:
-    """Row 0 of a product with so many rows: which counts agree with each other."""
+    """Row 0 of products by number of rows: which counts agree with each other."""
     torch.manual_seed(k * n)
     x, w = torch.randn(max(COUNTS), k), torch.randn(n, k)
     return classes({rows: F.linear(x[:rows], w)[0] for rows in COUNTS})
 
 
 def tiles(k: int, n: int) -> int:
-    """A row in tiles of 16: any place, any company, one tile or many. Counts differing results."""
+    """A row in tiles of 16: any place, any neighbours, one tile or many. Counts differing results."""
     torch.manual_seed(k + n)
     row, w = torch.randn(k), torch.randn(n, k).t()
     expected = torch.mm(torch.cat([row[None], torch.zeros(TILE - 1, k)]), w)[0]
     different = 0
     for trial in range(32):
-        company = torch.randn(TILE, k) * 10.0 ** (trial % 5 - 2)
+        neighbours = torch.randn(TILE, k) * 10.0 ** (trial % 5 - 2)
         place = int(torch.randint(TILE, ()))
-        company[place] = row
-        different += not torch.equal(torch.mm(company, w)[place], expected)
+        neighbours[place] = row
+        different += not torch.equal(torch.mm(neighbours, w)[place], expected)
     return different
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     print("\nlinear: row counts that give row 0 the same bits (classes divided by |)")
     for k, n in SHAPES:
         print(f"  {k} x {n}: {linear_by_rows(k, n)}")
-    print("\nproducts of exactly 16 rows: results that depend on place or company, of 32")
+    print("\nproducts of exactly 16 rows: results that depend on place or neighbours, of 32")
     for k, n in SHAPES:
         print(f"  {k} x {n}: {tiles(k, n)}")
     print(f"\nbmm of 32 x 64 by 64 x 64: batch counts that agree\n  {bmm_by_count()}")

@@ -4,7 +4,7 @@
 
 Plain decoding's own greedy answers are written again under `skip-layers`, every token prescribed: how
 often the likeliest token is plain's all the same, and what plain's tokens cost in nats, from the token
-on with which the budget has fallen to `least`. Then the method writes freely: how many tokens pass
+on with which the budget has fallen to `min_layers`. Then the method writes freely: how many tokens pass
 until its text parts from plain's. The last line is one JSON object.
 """
 
@@ -65,14 +65,14 @@ def main() -> None:
     layers, rows = llm.model.layers, []
     print("warm  skipped  same token  nats per token  tokens until it parts")
     for warm, skip in product(*(map(int, text.split(",")) for text in (args.warm, args.skip))):
-        spec = f"skip-layers:warm={warm},least={layers - skip},span={SPAN}"
+        spec = f"skip-layers:warm={warm},min_layers={layers - skip},span={SPAN}"
         same, nats, apart = [], [], []
         for prompt, answer in zip(encoded, answers, strict=True):
             forced = written(llm, prompt, spec, len(answer), answer)
             for position in range(len(prompt) + SPAN, len(prompt) + len(answer)):
-                (token, chance), *likeliest = forced.logprobs[position]
+                (token, logprob), *likeliest = forced.logprobs[position]
                 same.append(max(likeliest, key=lambda one: one[1])[0] == token)
-                nats.append(-chance)
+                nats.append(-logprob)
             free = written(llm, prompt, spec, args.length, []).output
             alike = takewhile(lambda pair: pair[0] == pair[1], zip(free, answer, strict=False))
             apart.append(sum(1 for _ in alike))
