@@ -1,12 +1,13 @@
 """The documentation says what is the case: tables, links, examples and command lines are checked.
 
-`python tests/test_docs.py` writes what is generated anew: the table of methods in the README, the page
-of methods beside their papers, and the page of commands.
+`python tests/test_docs.py` writes the generated pages anew: methods with their papers, commands,
+and the classes of the glossary.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import shlex
@@ -23,8 +24,8 @@ from outstride.cli.app import main, parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-README = ROOT / "README.md"
-BEGIN, END = "<!-- methods: written by tests/test_docs.py -->", "<!-- end of methods -->"
+GLOSSARY = ROOT / "docs" / "glossary.md"
+CLASSES = "<!-- classes: written by tests/test_docs.py from docstrings -->"
 FIGURES = ROOT / "docs" / "figures.json"
 AGAIN = "run: python tests/test_docs.py"
 
@@ -99,29 +100,28 @@ def method_table() -> str:
     return "\n".join(lines)
 
 
-def with_table(text: str) -> str:
-    """A page with the table of methods between its markers."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{method_table()}\n{END}{after}"
-
-
-def test_the_readme_lists_the_methods() -> None:
-    text = README.read_text()
-    assert text.count(BEGIN) == text.count(END) == 1
-    assert with_table(text) == text, AGAIN
-
-
 # --- the page of methods and papers --------------------------------------------------------------
 
-HEAD = """# All methods, beside their papers
+HEAD = """# Methods
 
 <!-- written by tests/test_docs.py from the methods' docstrings and docs/figures.json -->
 
-Papers state speed-ups of their own models on their own machines, against baselines of their own;
-their figures are those of their abstracts, unless marked as not looked up.
-Ours are of the default model, or of the two small masked models that come with the package, with the
-command that prints them. They are not the same measure, and the last column says why they differ.
+A method is written `name` or `name:key=value,key=value`, in Python, on the command line and in requests
+to the server. `outstride methods auto` shows one of them in full.
+
+*exact*: the same tokens as plain decoding. *exact to* another method: the same tokens as that one.
+*distribution*: other tokens from the same distribution. *lossy*: the text may change; such a method is
+never chosen for you. [Exactness](exactness.md) explains why sampled text can be exact at all.
+
+"""
+PAPERS = """
+
+## Papers and figures
+
+Papers report speed-ups of their own models on their own machines against their own baselines. The
+figures are from their abstracts, unless marked as not looked up. Ours are for the default model, or for
+the two small masked models in the package, with the command that prints them. The last column says why
+the two differ.
 
 """
 
@@ -134,14 +134,14 @@ def methods_page() -> str:
     """Every method by family, with its paper, the paper's figure, ours, and why they differ."""
     registry.discover()
     figures = json.loads(FIGURES.read_text())
-    families: dict[str, list[registry.Entry]] = {}
+    families: dict[str, list[registry.MethodEntry]] = {}
     for entry in registry.entries():
         if entry.drafter.__module__.startswith("outstride."):
             families.setdefault(entry.family, []).append(entry)
     parts = []
     for family in sorted(families):
         lines = [
-            f"## {family.capitalize()}\n",
+            f"### {family.capitalize()}\n",
             "| method | paper | the paper says | here | why they differ |",
             "|---|---|---|---|---|",
         ]
@@ -155,7 +155,7 @@ def methods_page() -> str:
             cells = (f"`{entry.name}`", entry.paper, known["paper"], ours, known["why"])
             lines.append("| " + " | ".join(map(outside, cells)) + " |")
         parts.append("\n".join(lines))
-    return HEAD + "\n\n".join(parts) + "\n"
+    return HEAD + method_table() + PAPERS + "\n\n".join(parts) + "\n"
 
 
 def test_every_method_stands_beside_its_paper() -> None:
@@ -239,10 +239,46 @@ def test_every_option_says_what_it_does() -> None:
             assert action.help, f"{name}: {written(action)} has no help"
 
 
+# --- the classes of the glossary -----------------------------------------------------------------
+
+
+def first_sentence(node: ast.ClassDef) -> str:
+    """The first sentence of a class docstring, on one line."""
+    text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+    return re.split(r"(?<=[.!?])\s", text)[0]
+
+
+def class_table() -> str:
+    """Every public class of the package with the first sentence of its docstring, by package."""
+    source = ROOT / "src" / "outstride"
+    packages: dict[str, list[str]] = {}
+    for path in sorted(source.rglob("*.py")):
+        place = path.relative_to(source)
+        package = place.parts[0] if len(place.parts) > 1 else "outstride"
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                row = f"| `{node.name}` | {outside(first_sentence(node))} | `{place}` |"
+                packages.setdefault(package, []).append(row)
+    parts = []
+    for package in sorted(packages):
+        head = f"### {package}\n\n| class | what it is | file |\n|---|---|---|\n"
+        parts.append(head + "\n".join(sorted(packages[package])))
+    return "\n\n".join(parts)
+
+
+def glossary_page() -> str:
+    """The glossary: its words are written by hand, its classes come from the code."""
+    return f"{GLOSSARY.read_text().partition(CLASSES)[0]}{CLASSES}\n\n{class_table()}\n"
+
+
+def test_the_glossary_lists_the_classes() -> None:
+    assert GLOSSARY.read_text() == glossary_page(), AGAIN
+
+
 # --- the generated pages, anew -------------------------------------------------------------------
 
 GENERATED: dict[str, Callable[[], str]] = {
-    "README.md": lambda: with_table(README.read_text()),
+    "docs/glossary.md": glossary_page,
     "docs/methods.md": methods_page,
     "docs/commands.md": commands_page,
 }
@@ -361,7 +397,7 @@ QUICK: dict[str, list[str]] = {
     "models": [],
 }
 """Commands that can be run on the toy model, and what makes them quick there: of an option that is
-given twice, the last one counts. All others take minutes, a card, a server or real weights; they are
+given twice, the last one counts. All others take minutes, a GPU, a server or real weights; they are
 parsed here, and have tests of their own."""
 
 
@@ -370,7 +406,7 @@ def runnable() -> list[list[str]]:
     found: dict[str, list[str]] = {}
     for _, words in matching("outstride"):
         name = " ".join(words[: 2 if words[:1] == ["bench"] else 1])
-        outside = {"cuda", "llama.cpp", "--device"} & set(words)
+        outside = {"cuda", "llama.cpp", "transformers"} & set(words)
         if name in QUICK and not outside:
             mention = " ".join(["outstride", *words]) in NAMES and name in ("run", "prove")
             if not mention and "…" not in "".join(words):

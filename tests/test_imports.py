@@ -25,9 +25,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("llm",),
     ("results",),
     ("engine",),
-    ("draft", "accept", "models", "cache", "grammar"),
+    ("policy",),
+    ("draft", "accept", "diffusion", "models", "cache", "grammar"),
     ("ops",),
-    ("registry", "config"),
+    ("registry",),
     ("core",),
     ("errors",),
 )
@@ -37,7 +38,10 @@ OPTIONAL = {"triton": ("ops",), "llama_cpp": ("bench",), "transformers": ("bench
 """Packages that a layer may use where they are installed: torch for GPUs brings the first, the others
 are peers to measure against."""
 ONLY_FROM = {
-    "registry": {"draft", "accept", "llm", "outstride", "serve", "bench", "train", "cli"},
+    "registry": {
+        *("policy", "draft", "accept", "diffusion"),
+        *("llm", "outstride", "serve", "bench", "train", "cli"),
+    },
     "config": {"draft", "accept", "llm", "outstride", "serve", "bench", "train", "cli"},
 }
 """Layers that not everybody above them may import."""
@@ -197,6 +201,7 @@ def test_a_sound_tree_passes(tmp_path: Path) -> None:
         ("core/bad.py", "from outstride import registry", "registry lies above core"),
         ("errors.py", "import numpy.linalg", "errors knows no numpy"),
         ("draft/bad.py", "from outstride.accept.match import x", "draft and accept are neighbours"),
+        ("diffusion/bad.py", "import outstride.draft.plain", "diffusion and draft are neighbours"),
         ("models/bad.py", "import outstride.cache.pool", "models and cache are neighbours"),
         ("models/bad.py", "from outstride import registry", "registry is not for models"),
         ("bench/bad.py", "import outstride.serve.http", "bench and serve are neighbours"),

@@ -1,4 +1,4 @@
-"""The Python surface on the toy model: sync, streaming, async, batches with a bad request in them."""
+"""The Python API on the toy model: sync, streaming, async, lists with a bad request in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import outstride
-from outstride import LLM, AsyncLLM, SamplingParams, Shape
+from outstride import LLM, AsyncLLM, OutputFormat, SamplingParams
 from outstride.errors import (
     InvalidGrammar,
     InvalidPrompt,
@@ -55,7 +55,7 @@ def _draft_models(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str, **_: Any) -> Loaded:
         return loaded(name, Foreign() if name == "foreign" else None, accent=1)
 
-    monkeypatch.setattr("outstride.llm.base.load", load)
+    monkeypatch.setattr("outstride.llm.attachments.load", load)
 
 
 def test_one_prompt_gives_one_result(llm: LLM) -> None:
@@ -68,6 +68,15 @@ def test_one_prompt_gives_one_result(llm: LLM) -> None:
     assert result.logprobs is None
     assert result.trace is None
     json.dumps(result.to_dict())
+
+
+def test_random_seeds_survive_javascript(llm: LLM) -> None:
+    """A random seed is below 2**53: JSON clients read it without rounding."""
+    params = SamplingParams(max_tokens=1, temperature=1.0)
+    seeds = {llm.generate("hello", params)[0].seed for _ in range(20)}
+    assert len(seeds) == 20
+    assert all(int(float(seed)) == seed < 2**53 for seed in seeds)
+    assert max(seeds) > 2**48
 
 
 def test_methods_and_params_may_differ_per_prompt(llm: LLM) -> None:
@@ -96,13 +105,13 @@ def test_chat_applies_the_template(llm: LLM) -> None:
 NUMBER = {"type": "integer", "minimum": 100, "maximum": 999}
 SHAPES: dict[str, tuple[Any, str]] = {
     "schema": (NUMBER, "[1-9][0-9]{2}"),
-    "regex": (Shape.regex("[a-c]{4}(dog|cat)"), "[a-c]{4}(dog|cat)"),
-    "ebnf": (Shape.ebnf('root ::= "a" ("b" | "c") [0-9]+ "."'), r"a[bc][0-9]+\."),
+    "regex": (OutputFormat.regex("[a-c]{4}(dog|cat)"), "[a-c]{4}(dog|cat)"),
+    "ebnf": (OutputFormat.ebnf('root ::= "a" ("b" | "c") [0-9]+ "."'), r"a[bc][0-9]+\."),
 }
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_answers_of_a_shape_are_the_same_under_every_method(llm: LLM, kind: str) -> None:
+def test_structured_output_is_the_same_under_every_method(llm: LLM, kind: str) -> None:
     shape, expected = SHAPES[kind]
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=20, temperature=temperature, seed=3)
@@ -118,7 +127,7 @@ def test_answers_of_a_shape_are_the_same_under_every_method(llm: LLM, kind: str)
 
 
 def test_shapes_may_differ_per_prompt_and_a_wrong_one_fails_alone(llm: LLM) -> None:
-    shapes = [NUMBER, None, Shape.regex("[a")]
+    shapes = [NUMBER, None, OutputFormat.regex("[a")]
     number, free, wrong = llm.generate(["a", "b", "c"], PARAMS, shape=shapes)
     assert 100 <= int(number.text) <= 999
     assert free.token_ids == llm.generate("b", PARAMS)[0].token_ids
@@ -143,7 +152,7 @@ def test_leaving_a_stream_cancels_it() -> None:
         break
     [result] = llm.generate("after", PARAMS)
     assert len(result.token_ids) == 30
-    assert llm.engine.scheduler.running == []
+    assert llm.engine.running == ()
 
 
 def test_n_samples(llm: LLM) -> None:
@@ -224,16 +233,16 @@ def test_threads_share_one_engine(llm: LLM) -> None:
         assert texts[i] == llm.generate(f"thread {i % 3}", PARAMS)[0].token_ids
 
 
-def test_a_broken_engine_tells_everybody_and_goes_on(
+def test_a_failed_step_ends_all_requests_and_the_engine_goes_on(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: Any) -> Any:
-        raise RuntimeError("the card fell off")
+        raise RuntimeError("the device failed")
 
     with monkeypatch.context() as patch:
         patch.setattr(llm.model, "forward", broken)
         results = llm.generate(["a", "b"], PARAMS)
-        assert all("card" in str(r.error) for r in results)
+        assert all("device" in str(r.error) for r in results)
     [after] = llm.generate("a", PARAMS)
     assert len(after.token_ids) == 30
     llm.engine.check_integrity()
@@ -247,7 +256,7 @@ def test_closing(llm: LLM) -> None:
     make_llm().close()
 
 
-def test_async_surface() -> None:
+def test_async_api() -> None:
     async def scenario() -> None:
         sync = make_llm()
         expected = [r.token_ids for r in sync.generate(["abc abc", "xyz"], PARAMS)]
@@ -282,7 +291,7 @@ def test_cancelling_a_task_frees_its_pages() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             await llm.generate("short", SamplingParams(max_tokens=2))
-            assert llm.engine.scheduler.running == []
+            assert llm.engine.running == ()
 
     asyncio.run(scenario())
 
@@ -300,7 +309,7 @@ def test_public_names_are_there() -> None:
 
 
 def test_an_adapter_brings_masked_methods(tmp_path: Path) -> None:
-    """By name for all of them, or for self-drafting alone, whose text is that of plain decoding."""
+    """For all masked methods, or for self-diffuse alone, whose text is that of plain decoding."""
 
     def fresh() -> Loaded:
         model: Any = random_decoder(tiny(vocab_size=len(ALPHABET)))
@@ -330,13 +339,13 @@ def test_an_adapter_brings_masked_methods(tmp_path: Path) -> None:
         LLM(fresh(), adapter="shipped")
 
 
-def test_a_method_can_be_made_ready_before_its_first_request(llm: LLM) -> None:
-    """Also while others talk: it is measured between two passes, and nobody's text changes."""
+def test_a_method_can_be_prepared_before_its_first_request(llm: LLM) -> None:
+    """Also while other requests decode: it is measured between two passes, and no text changes."""
     alone = llm.generate(["hello there"], PARAMS, method="plain")[0].text
     stream = llm.stream("hello there", PARAMS, method="plain")
     said = [next(stream).text]
     llm.prepare("auto:from=none")
-    assert llm.engine.scheduler.cost is not None
+    assert llm.engine.cost is not None
     said += [chunk.text for chunk in stream]
     assert "".join(said) == alone
     with pytest.raises(UnknownMethod):

@@ -1,4 +1,4 @@
-"""How likely it is that counts come from a distribution."""
+"""The chi-square test: how likely it is that counts come from a distribution."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 def p_value(seen: npt.NDArray[Any], due: npt.NDArray[Any]) -> float:
-    """Chi-square: the chance of a deviation at least this large; rare outcomes are pooled.
+    """Chi-square: the probability of a deviation at least this large; rare outcomes are pooled.
 
-    `due` are expected counts. What can never come and did is a chance of 0.
+    `due` are expected counts. An outcome that is impossible and occurred gives 0.
     """
     seen, due = np.ravel(seen).astype(np.float64), np.ravel(due).astype(np.float64)
     if seen[due <= 0].any():

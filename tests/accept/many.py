@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from outstride.accept.rules import Picked, Rows
+from outstride.accept.rejection_sampling import Picked, Rows
 from outstride.core.graph import IntArray
-from outstride.core.sampling import Draw, probabilities
+from outstride.core.sampling import SamplingSpec, probabilities
 from outstride.models.toy import Toy
 from tests.accept.chi_square import p_value
 
 TRIALS = 100_000
 HABIT = 3.5
-"""Low: target and draft model are to differ, or a fault in what is done about it would not show."""
+"""Low, so that target and draft model differ: otherwise a fault in the correction would not show."""
 Rule = Callable[[Rows, Rows, IntArray, Rows], Picked]
 
 
@@ -37,16 +37,16 @@ class Pair:
         return len(self.p[0])
 
     def expected(self, depth: int) -> Rows:
-        """The chance of each text of `depth` tokens."""
-        chance = self.p[0]
+        """The probability of each text of `depth` tokens."""
+        joint = self.p[0]
         for rows in self.p[1:depth]:
-            chance = chance[..., None] * rows
-        return chance
+            joint = joint[..., None] * rows
+        return joint
 
 
 def pair(size: int = 16, top_p: float = 1.0, depth: int = 3, seed: int = 0) -> Pair:
-    """What the toy and its draft model say after some prompt."""
-    draw = Draw(temperature=1.0, top_p=top_p)
+    """The distributions of the toy and its draft model after some prompt."""
+    draw = SamplingSpec(temperature=1.0, top_p=top_p)
     states = np.random.default_rng(seed).integers(1 << 60, size=size**depth).astype(np.uint64)
     models = []
     for accent in (0, 1):
@@ -90,7 +90,7 @@ class Trials:
         return np.stack([self.drawn(rows) for _ in range(count)], axis=1)
 
     def settle(self, taken: IntArray, rest: Rows, tokens: IntArray) -> IntArray:
-        """The token that a rule settles: a candidate, or what is drawn in its place."""
+        """The token that a rule settles: a candidate, or a sample of the residual."""
         count = tokens.shape[1]
         chosen = tokens[np.arange(len(tokens)), np.minimum(taken, count - 1)]
         return np.where(taken < count, chosen, self.drawn(rest))
@@ -115,7 +115,7 @@ def support(row: npt.NDArray[np.float64]) -> int:
 def tree_of(
     trials: Trials, rule: Rule, width: int, *, again: bool, planted: str = ""
 ) -> tuple[IntArray, IntArray]:
-    """`width` candidates for the first token, and behind the one that is taken for the second."""
+    """`width` candidates for the first token, and after the accepted one for the second."""
     pair, n = trials.pair, trials.count
 
     def level(p: Rows, q: Rows, cases: int) -> tuple[IntArray, npt.NDArray[np.bool_]]:

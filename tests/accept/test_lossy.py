@@ -1,4 +1,4 @@
-"""Lossy methods change what they say they change, and nothing else."""
+"""Lossy methods change the text where they declare it, and nowhere else."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from outstride import registry
-from outstride.accept.typical import Typical
 from outstride.core.contracts import Exactness
-from outstride.draft.entropy_switch import entropy
+from outstride.core.softmax import entropy, softmax
+from outstride.draft.typical import TypicalAcceptance
 from outstride.errors import UnknownMethod
 from tests.conformance.harness import SAMPLINGS, Bench, alone, some_prompts
 
@@ -32,7 +32,7 @@ def same(spec: str, sampling: str) -> bool:
         ("confident:sure=1", "sampled"),
     ],
 )
-def test_where_nothing_is_lost(spec: str, sampling: str) -> None:
+def test_settings_under_which_they_are_exact(spec: str, sampling: str) -> None:
     assert same(spec, sampling)
 
 
@@ -45,22 +45,22 @@ def test_where_nothing_is_lost(spec: str, sampling: str) -> None:
         "confident:sure=0.1",
     ],
 )
-def test_they_are_lossy_for_a_reason(spec: str) -> None:
+def test_they_change_the_text(spec: str) -> None:
     assert registry.build(spec).exactness is Exactness.LOSSY
     assert not same(spec, "sampled")
 
 
-def test_an_undecided_target_lowers_the_bar() -> None:
-    rule = Typical(epsilon=0.3, delta=0.5)
+def test_an_undecided_target_lowers_the_threshold() -> None:
+    rule = TypicalAcceptance(model="draft", epsilon=0.3, delta=0.5)
     sure = np.asarray([0.98, 0.01, 0.01], dtype=np.float32)
-    torn = np.full(8, 0.125, dtype=np.float32)
-    assert rule.bar(sure) == pytest.approx(0.3)
-    assert rule.bar(torn) == pytest.approx(0.5 / 8, rel=1e-3)
+    undecided = np.full(8, 0.125, dtype=np.float32)
+    assert rule.threshold(sure) == pytest.approx(0.3)
+    assert rule.threshold(undecided) == pytest.approx(0.5 / 8, rel=1e-3)
 
 
 def test_options_reach_the_acceptor() -> None:
     method = registry.build("typical:model=draft,epsilon=0.5")
-    assert isinstance(method.acceptor, Typical)
+    assert isinstance(method.acceptor, TypicalAcceptance)
     assert (method.acceptor.epsilon, method.acceptor.delta) == (0.5, 0.3)
     for spec in (
         "typical:model=draft,epsilon=0",
@@ -72,5 +72,7 @@ def test_options_reach_the_acceptor() -> None:
 
 
 def test_entropy() -> None:
-    assert entropy(np.zeros(10, dtype=np.float32)) == pytest.approx(np.log(10))
-    assert entropy(np.asarray([50.0, 0.0], dtype=np.float32)) == pytest.approx(0.0, abs=1e-6)
+    assert entropy(softmax(np.zeros(10, dtype=np.float32))) == pytest.approx(np.log(10))
+    assert entropy(softmax(np.asarray([50.0, 0.0], dtype=np.float32))) == pytest.approx(
+        0.0, abs=1e-6
+    )

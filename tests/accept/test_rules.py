@@ -1,4 +1,4 @@
-"""Rules that keep the distribution keep it; planted faults do not."""
+"""Rejection rules keep the distribution; rules with planted faults do not."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from outstride.accept.rules import Picked, Rows, block, in_turn, k_seq, threshold
+from outstride.accept.rejection_sampling import Picked, Rows, block, in_turn, k_seq, threshold
 from outstride.core.graph import IntArray
-from outstride.draft.rsd import below
+from outstride.draft.rsd import conditioned
 from tests.accept.chi_square import p_value
 from tests.accept.many import Pair, Rule, Trials, pair, perturbed, tree_of
 
@@ -75,7 +75,7 @@ def beams(trials: Trials, planted: str = "") -> tuple[IntArray, IntArray]:
     children = np.argsort(-inner, axis=2)[:, :, :2]
     found = np.take_along_axis(inner, children, axis=2)
     tops = np.take_along_axis(values, tokens, axis=1)[:, :, None]
-    scores = below(tops, found, found[:, :, :1])
+    scores = conditioned(tops, found, found[:, :, :1])
     if planted == "likelier tokens stay":
         scores = np.log(np.take_along_axis(q1, children, axis=2)) + logs
     kept = np.zeros((n, 4), dtype=np.bool_)
@@ -160,14 +160,14 @@ def blocks(trials: Trials, planted: str = "") -> tuple[float, float]:
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
 def test_blocks_keep_the_distribution(top_p: float) -> None:
     for seed in range(1, 4):
-        chance, _ = blocks(Trials(pair(6, top_p=top_p, seed=seed)))
-        assert chance > SOUND
+        p_value, _ = blocks(Trials(pair(6, top_p=top_p, seed=seed)))
+        assert p_value > SOUND
 
 
 @pytest.mark.parametrize("fault", ["a residual of the last token alone", "noise of the last step"])
 def test_blocks_with_planted_faults(fault: str) -> None:
-    chance, _ = blocks(Trials(pair(6, seed=3), 200_000), fault)
-    assert chance < FAULTY
+    p_value, _ = blocks(Trials(pair(6, seed=3), 200_000), fault)
+    assert p_value < FAULTY
 
 
 def test_blocks_accept_more_than_single_tokens() -> None:
@@ -190,7 +190,7 @@ def test_the_threshold_lies_between_one_and_the_number_of_candidates() -> None:
 
 
 def test_equal_distributions_take_the_first_candidate() -> None:
-    """Hence a draft rooted in the target's own distribution is the token that it would have said."""
+    """So a candidate sampled from the target's own distribution is never refused."""
     rows = pair()
     trials = Trials(rows, 2000)
     p = np.broadcast_to(rows.p[0], (2000, rows.size))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outstride.cli.context import Context
-from outstride.core.contracts import Pending, Work
+from outstride.core.contracts import PassInput, PendingPass
 from outstride.llm import LLM
 from outstride.models.load import Loaded
 from outstride.models.toy import Toy
@@ -56,7 +56,7 @@ class SlowToy(Toy):
         super().__init__(**options)
         self._pause = pause
 
-    def forward(self, work: Sequence[Work]) -> Pending:
+    def forward(self, work: Sequence[PassInput]) -> PendingPass:
         time.sleep(self._pause)
         return super().forward(work)
 
@@ -78,4 +78,4 @@ def make_llm(*, pages: int = 256, context: int = 512, pause: float = 0.0, name: 
 
 def context(**options: Any) -> Context:
     """What commands are given in tests: whatever model they ask for, they get the toy."""
-    return Context(load=lambda name, _: make_llm(name=name, **options))
+    return Context(load=lambda name, _device, _weights: make_llm(name=name, **options))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from outstride.bench.arrivals import Arrival, ArrivalReport, Limits, arrive, quantile, times
-from outstride.bench.serve import Streamed
+from outstride.bench.arrivals import Arrival, ArrivalReport, LatencyLimits, arrive, quantile, times
+from outstride.bench.serve import StreamedResponse
 from outstride.errors import InvalidParams
 
 
@@ -48,8 +48,8 @@ def request(**values: Any) -> Arrival:
         "late": 0.0,
         "status": 200,
         "tokens": 10,
-        "first": 0.5,
-        "gaps": (0.1, 0.1),
+        "ttft": 0.5,
+        "itl": (0.1, 0.1),
         "seconds": 1.0,
         "error": "",
     }
@@ -60,32 +60,32 @@ def request(**values: Any) -> Arrival:
     ("values", "good"),
     [
         ({}, True),
-        ({"first": 1.01}, False),
-        ({"first": None}, False),
-        ({"gaps": (0.1, 0.21)}, False),
-        ({"gaps": ()}, True),
+        ({"ttft": 1.01}, False),
+        ({"ttft": None}, False),
+        ({"itl": (0.1, 0.21)}, False),
+        ({"itl": ()}, True),
         ({"status": 429}, False),
         ({"error": "gone"}, False),
     ],
 )
 def test_what_is_good(values: dict[str, Any], good: bool) -> None:
-    assert request(**values).good(Limits(1.0, 0.2)) is good
+    assert request(**values).good(LatencyLimits(1.0, 0.2)) is good
 
 
 def test_goodput() -> None:
-    report = ArrivalReport(Limits(1.0, 0.2))
-    report.found = [request(), request(first=5.0), request(status=500, tokens=0, first=None)]
-    report.found += [request(rate=2.0)]
-    report.spans = {1.0: 10.0}
+    report = ArrivalReport(LatencyLimits(1.0, 0.2))
+    report.arrivals = [request(), request(ttft=5.0), request(status=500, tokens=0, ttft=None)]
+    report.arrivals += [request(rate=2.0)]
+    report.seconds = {1.0: 10.0}
     slow, quick = report.rates()
     assert (slow["requests"], slow["good"], slow["failed"]) == (3, 1, 1)
     assert slow["goodput"] == 0.1
     assert slow["good_tokens_per_second"] == 1.0
     assert slow["tokens_per_second"] == 2.0
-    assert (slow["first_p50"], slow["first_p99"]) == (0.5, 5.0)
+    assert (slow["ttft_p50"], slow["ttft_p99"]) == (0.5, 5.0)
     assert quick["goodput"] == 1.0, "without an end, the last answer counts as one"
     assert len(report.samples()) == 4
-    assert ArrivalReport(Limits()).summary()["rates"] == []
+    assert ArrivalReport(LatencyLimits()).summary()["rates"] == []
 
 
 class Slow:
@@ -93,22 +93,22 @@ class Slow:
 
     def __init__(self) -> None:
         self.waiting = asyncio.Lock()
-        self.most = self.now = 0
+        self.peak = self.now = 0
 
-    async def send(self, path: str, body: dict[str, Any]) -> Streamed:
+    async def send(self, path: str, body: dict[str, Any]) -> StreamedResponse:
         assert path == "/v1/chat/completions"
         assert body["stream"]
         self.now += 1
-        self.most = max(self.most, self.now)
+        self.peak = max(self.peak, self.now)
         async with self.waiting:
             await asyncio.sleep(0.03)
         self.now -= 1
         loop = time.perf_counter()
-        return Streamed(status=200, tokens=2, events=[loop, loop + 0.001], seconds=0.03)
+        return StreamedResponse(status=200, tokens=2, events=[loop, loop + 0.001], seconds=0.03)
 
 
 def test_requests_do_not_wait_for_each_other() -> None:
-    server, report, done = Slow(), ArrivalReport(Limits()), list[int]()
+    server, report, done = Slow(), ArrivalReport(LatencyLimits()), list[int]()
 
     async def run() -> None:
         await arrive(
@@ -123,8 +123,8 @@ def test_requests_do_not_wait_for_each_other() -> None:
         )
 
     asyncio.run(run())
-    assert len(report.found) == len(done) == 20
-    assert server.most > 5
-    firsts = [a.first for a in report.found if a.first is not None]
+    assert len(report.arrivals) == len(done) == 20
+    assert server.peak > 5
+    firsts = [a.ttft for a in report.arrivals if a.ttft is not None]
     assert max(firsts) >= 10 * 0.03, "the queue is seen"
-    assert report.spans[200.0] >= 0.55
+    assert report.seconds[200.0] >= 0.55

@@ -22,8 +22,10 @@ def test_one_duration_has_no_spread() -> None:
     assert clock.Series([2.0]).spread == 0.0
 
 
-def test_timed() -> None:
-    assert 0 <= clock.timed(lambda: None) < 1
+def test_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([3.0, 5.5])
+    monkeypatch.setattr(clock, "now", lambda: next(times))
+    assert clock.timed(lambda: None) == 2.5
 
 
 def test_mean() -> None:

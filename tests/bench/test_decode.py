@@ -9,7 +9,7 @@ import pytest
 
 from outstride import registry
 from outstride.bench import curve, result
-from outstride.bench.decode import DecodeReport, Run, decode, exact_methods, incompressible
+from outstride.bench.decode import DecodeReport, DecodeRun, decode, exact_methods, incompressible
 from outstride.bench.prompts import BenchPrompt
 from outstride.bench.result import BenchResult
 from outstride.core.contracts import Exactness
@@ -69,8 +69,10 @@ def test_a_round_starts_without_memories() -> None:
 
 
 def test_ratios_are_means_over_groups() -> None:
-    def run(method: str, group: str, seconds: float) -> Run:
-        return Run(method, group, 1, 0.0, 0, False, ("x",), seconds, 10, 5, 10, {}, 1, 0, 0.0, {})
+    def run(method: str, group: str, seconds: float) -> DecodeRun:
+        return DecodeRun(
+            method, group, 1, 0.0, 0, False, ("x",), seconds, 10, 5, 10, {}, 1, 0, 0.0, {}
+        )
 
     report = DecodeReport(["plain", "m"])
     report.runs = [
@@ -94,7 +96,7 @@ def test_a_slow_stretch_spoils_no_ratio() -> None:
                 took = seconds * share * slow.get((method, number), 1.0)
                 counts: Any = (10, 5, 10, {}, 1, 0, 0.0, {})
                 report.runs.append(
-                    Run(method, "g", 1, 0.0, number, False, (prompt,), took, *counts)
+                    DecodeRun(method, "g", 1, 0.0, number, False, (prompt,), took, *counts)
                 )
     line = next(line for line in report.lines() if line.method == "m")
     assert line.ratio == 2.0
@@ -110,7 +112,9 @@ def test_a_round_that_was_cut_off_makes_nothing_unequal() -> None:
             for method in report.methods:
                 equal = int(method == "plain" or prompt != "b")
                 counts: Any = (10, 5, 10, {}, equal, 0, 0.0, {})
-                report.runs.append(Run(method, "g", 1, 0.0, number, False, (prompt,), 1.0, *counts))
+                report.runs.append(
+                    DecodeRun(method, "g", 1, 0.0, number, False, (prompt,), 1.0, *counts)
+                )
     assert [(line.equal, line.prompts) for line in report.lines()] == [(3, 3), (2, 3)]
 
 
@@ -120,7 +124,7 @@ def test_neighbours_are_held_against_each_other() -> None:
     for number, (first, other) in enumerate([(8.0, 4.0), (2.0, 4.0), (1.0, 0.5)]):
         for method, took in (("plain", first), ("m", other)):
             counts: Any = (10, 5, 10, {}, 1, 0, 0.0, {})
-            report.runs.append(Run(method, "g", 1, 0.0, number, False, ("x",), took, *counts))
+            report.runs.append(DecodeRun(method, "g", 1, 0.0, number, False, ("x",), took, *counts))
     line = next(line for line in report.lines() if line.method == "m")
     assert line.ratio == 2.0
     assert line.bound == 0.5

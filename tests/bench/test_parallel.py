@@ -12,7 +12,7 @@ import pytest
 
 from outstride import LLM, SamplingParams, registry
 from outstride.bench import result, tradeoff
-from outstride.bench.parallel import BASELINE, Line, ParallelReport, measure, reference_of
+from outstride.bench.parallel import BASELINE, ParallelReport, PolicyLine, measure, reference_of
 from outstride.cli import main
 from outstride.errors import InvalidParams
 from outstride.models.fetch import shipped
@@ -36,7 +36,7 @@ def mixed(count: int) -> list[Case]:
     return [case for group in zip(*(cases(t, count) for t in TASKS), strict=True) for case in group]
 
 
-def test_they_are_part_of_the_package_and_small() -> None:
+def test_the_models_are_in_the_package_and_small() -> None:
     assert set(shipped()) == set(MODELS)
     files = [file for folder in shipped().values() for file in folder.iterdir()]
     assert sum(file.stat().st_size for file in files) <= 5_000_000
@@ -62,7 +62,7 @@ def test_verified_answers_are_those_of_steps_in_fewer_passes(llm: LLM, order: st
     assert passes[0] > 1.4 * passes[1]
 
 
-def test_company_changes_nothing(llm: LLM) -> None:
+def test_the_batch_changes_nothing(llm: LLM) -> None:
     """Sixteen answers in one batch, by several policies, are those that each request gets alone.
 
     The block model continues some of them token by token; some are sampled.
@@ -143,7 +143,7 @@ def made() -> ParallelReport:
     }
     for policy, rows in figures.items():
         for task, (right, emitted, passes) in zip(report.tasks, rows, strict=True):
-            line = Line(policy, task, cases=10, right=right, emitted=emitted, passes=passes)
+            line = PolicyLine(policy, task, cases=10, right=right, emitted=emitted, passes=passes)
             report.lines[policy, task] = line
     return report
 

@@ -15,47 +15,55 @@ import numpy as np
 import pytest
 import torch
 
-from outstride.bench import result
-from outstride.bench.peers import distant, llama_cpp, openvino, ours, race, transformers, vllm
-from outstride.bench.peers.peer import Ground
-from outstride.bench.peers.race import Course, RaceReport
+from outstride.bench import comparison_rows, result
+from outstride.bench.peers import (
+    engine_comparison,
+    llama_cpp,
+    openvino,
+    ours,
+    subprocess_peer,
+    transformers,
+    vllm,
+)
+from outstride.bench.peers.engine_comparison import ComparisonPlan, EngineComparisonReport
+from outstride.bench.peers.peer import PeerSetup
 from outstride.bench.prompts import BenchPrompt
 from outstride.errors import InvalidParams, OutstrideError
 from tests.bench import fake
-from tests.bench.test_against import VOCABULARY, FakeLlama
+from tests.bench.test_comparison import VOCABULARY, FakeLlama
 from tests.cli.shell import Shell
 
 PROMPTS = [BenchPrompt("a", "g", "abcabc"), BenchPrompt("b", "g", "hello hello you")]
-SMALL = Course(output=5, batches=(1, 2), nodes=(1, 4), cached=8, passes=2)
-GROUND = Ground(Path("x.gguf"), VOCABULARY, threads=1, longest=600, crowd=2)
+SMALL = ComparisonPlan(output=5, batches=(1, 2), nodes=(1, 4), cached=8, passes=2)
+GROUND = PeerSetup(Path("x.gguf"), VOCABULARY, threads=1, max_length=600, max_batch=2)
 
 
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (llama_cpp, ours, race, transformers):
+    for module in (llama_cpp, ours, engine_comparison, transformers):
         monkeypatch.setattr(module, "SETTLE", 0.0)
 
 
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is installed in other environments."""
-    monkeypatch.setattr(distant, "_LOOK", "import sys; sys.exit(1)")
+    monkeypatch.setattr(subprocess_peer, "_LOOK", "import sys; sys.exit(1)")
 
 
 @pytest.fixture
 def llama(monkeypatch: pytest.MonkeyPatch) -> FakeLlama:
     module = FakeLlama()
     monkeypatch.setitem(sys.modules, llama_cpp.PACKAGE, module)
-    monkeypatch.setattr("tests.bench.test_against.rows.cores", lambda: 1)
+    monkeypatch.setattr("tests.bench.test_comparison.comparison_rows.cores", lambda: 1)
     return module
 
 
 @pytest.mark.usefixtures("nobody")
-def test_everybody_gets_the_same(llama: FakeLlama) -> None:
+def test_all_engines_get_the_same_prompts(llama: FakeLlama) -> None:
     ticks: list[tuple[int, int]] = []
     with fake.make_llm(pages=512) as llm:
         given = [llm.encode(prompt.text, chat=True) for prompt in PROMPTS]
-        report = race.race(
+        report = engine_comparison.compare_engines(
             llm,
             GROUND,
             ["plain", "ngram"],
@@ -102,7 +110,7 @@ def test_our_own_turns_find_nothing_prepared(monkeypatch: pytest.MonkeyPatch) ->
             return found
 
         monkeypatch.setattr(llm, "generate", generate)
-        peer = ours.Ours(llm, "suffix", 1)
+        peer = ours.OutstridePeer(llm, "suffix", 1)
         prompt = llm.encode("abcabcabc " * 8, chat=True)
         assert peer.generate([prompt], 20) == peer.generate([prompt], 20)
         assert stats[0] == stats[1]
@@ -124,13 +132,15 @@ def test_answers_of_another_length_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
         def close(self) -> None: ...
 
-    monkeypatch.setitem(race.PEERS, "short", lambda _: [Short()])
-    report = RaceReport()
+    monkeypatch.setitem(engine_comparison.PEERS, "short", lambda _: [Short()])
+    report = EngineComparisonReport()
     with fake.make_llm() as llm, pytest.raises(OutstrideError, match="short gave an answer"):
-        race.race(llm, GROUND, ["plain"], ["short"], PROMPTS, SMALL, report=report)
+        engine_comparison.compare_engines(
+            llm, GROUND, ["plain"], ["short"], PROMPTS, SMALL, report=report
+        )
     assert report.samples(), "what was measured before stays"
     with fake.make_llm() as llm, pytest.raises(InvalidParams):
-        race.race(llm, GROUND, [], ["short"], PROMPTS, SMALL)
+        engine_comparison.compare_engines(llm, GROUND, [], ["short"], PROMPTS, SMALL)
 
 
 # --- transformers, for real -------------------------------------------------------------------------
@@ -146,7 +156,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_transformers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "formats", lambda: [torch.float32])
     config = json.loads((checkpoint / "config.json").read_text())
-    ground = Ground(checkpoint, config["vocab_size"], threads=1, longest=200, crowd=2)
+    ground = PeerSetup(checkpoint, config["vocab_size"], threads=1, max_length=200, max_batch=2)
     plain, lookup = transformers.open_all(ground)
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 7]]
     alone = [plain.generate([prompt], 12)[0] for prompt in prompts]
@@ -209,7 +219,7 @@ def test_vllm(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = FakeVllm()
     monkeypatch.setattr(transformers, "formats", lambda: [torch.float32, torch.bfloat16])
     monkeypatch.setitem(sys.modules, vllm.PACKAGE, module)
-    ground = Ground(checkpoint, 100, threads=2, longest=99, crowd=4)
+    ground = PeerSetup(checkpoint, 100, threads=2, max_length=99, max_batch=4)
     plain, speculating = vllm.open_all(ground)
     assert plain.generate([[3, 4], [5]], 2) == [[3, 3], [5, 5]]
     assert (plain.name, speculating.name) == ("vllm", "vllm, n-gram")
@@ -290,7 +300,7 @@ class LLMPipeline:
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PeerSetup:
     """An environment that holds an engine which this one lacks."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "openvino_genai.py").write_text(ENGINE)
@@ -301,12 +311,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
         f'#!/bin/sh\nPYTHONPATH="{tmp_path}/lib:$PYTHONPATH" exec {sys.executable} "$@"'
     )
     python.chmod(0o755)
-    monkeypatch.setattr(distant, "PATIENCE", 5.0)
+    monkeypatch.setattr(subprocess_peer, "EXIT_TIMEOUT", 5.0)
     return replace(GROUND, environments=tmp_path)
 
 
-def test_an_engine_in_another_environment(elsewhere: Ground) -> None:
-    [peer] = race.PEERS["openvino"](elsewhere)
+def test_an_engine_in_another_environment(elsewhere: PeerSetup) -> None:
+    [peer] = engine_comparison.PEERS["openvino"](elsewhere)
     with closing(peer):
         assert peer.name == "openvino"
         assert peer.settings["version"] == "0.fake"
@@ -315,20 +325,20 @@ def test_an_engine_in_another_environment(elsewhere: Ground) -> None:
         with pytest.raises(OutstrideError, match="ValueError: unlucky"):
             peer.generate([[13]], 2)
         assert peer.generate([[7]], 1) == [[7]], "an error is no end"
-        with pytest.raises(OutstrideError, match=r"Illegal instruction; it uses .* refuses"):
+        with pytest.raises(OutstrideError, match=r"Illegal instruction; it uses .* not permit"):
             peer.generate([[14]], 2)
         with pytest.raises(OutstrideError, match="openvino ended"):
             peer.generate([[7]], 1)
     peer.close()
 
 
-def test_what_cannot_be_opened_is_said(elsewhere: Ground) -> None:
+def test_what_cannot_be_opened_is_said(elsewhere: PeerSetup) -> None:
     with pytest.raises(OutstrideError, match="RuntimeError: no such tensor"):
-        race.PEERS["openvino"](replace(elsewhere, path=Path("broken.gguf")))
+        engine_comparison.PEERS["openvino"](replace(elsewhere, path=Path("broken.gguf")))
     with pytest.raises(
         OutstrideError, match="cannot be imported: it is not installed; `make peers`"
     ):
-        distant.opener("openvino", "no_such_package")(elsewhere)
+        subprocess_peer.opener("openvino", "no_such_package")(elsewhere)
 
 
 class Dying:
@@ -353,10 +363,14 @@ class Dying:
 
 
 def test_who_dies_is_out_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(race.PEERS, "early", lambda _: [Dying("early", 0)])
-    monkeypatch.setitem(race.PEERS, "late", lambda _: [Dying("late", 2), Dying("healthy", 99)])
+    monkeypatch.setitem(engine_comparison.PEERS, "early", lambda _: [Dying("early", 0)])
+    monkeypatch.setitem(
+        engine_comparison.PEERS, "late", lambda _: [Dying("late", 2), Dying("healthy", 99)]
+    )
     with fake.make_llm(pages=512) as llm:
-        report = race.race(llm, GROUND, ["plain"], ["early", "late"], PROMPTS, SMALL)
+        report = engine_comparison.compare_engines(
+            llm, GROUND, ["plain"], ["early", "late"], PROMPTS, SMALL
+        )
     summary = report.summary()
     assert summary["skipped"] == {"early": "early ended: Killed", "late": "late ended: Killed"}
     assert list(summary["settings"]) == ["outstride, plain", "late", "healthy"]
@@ -365,7 +379,7 @@ def test_who_dies_is_out_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_slow_moment_spoils_no_figure() -> None:
-    report = RaceReport(settings={"outstride, plain": {}, "other": {}})
+    report = EngineComparisonReport(settings={"outstride, plain": {}, "other": {}})
     for slow in (1.0, 1.0, 9.0):
         for peer, seconds in (("outstride, plain", 2.0 * slow), ("other", 4.0)):
             for name in ("a", "b"):
@@ -392,9 +406,9 @@ def test_what_is_not_installed(package: str, opened: Any, monkeypatch: pytest.Mo
         opened(GROUND)
 
 
-def test_llama_reads_gguf_only(llama: FakeLlama, checkpoint: Path) -> None:
+def test_llama_cpp_loads_gguf_files_only(llama: FakeLlama, checkpoint: Path) -> None:
     with pytest.raises(OutstrideError, match="GGUF"):
-        llama_cpp.open_all(Ground(checkpoint, 10, 1, 10, 1))
+        llama_cpp.open_all(PeerSetup(checkpoint, 10, 1, 10, 1))
     assert llama.alive == 0
 
 
@@ -405,9 +419,8 @@ def test_llama_reads_gguf_only(llama: FakeLlama, checkpoint: Path) -> None:
 def test_the_command(
     shell: Shell, llama: FakeLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outstride.bench.peers import rows
 
-    monkeypatch.setattr(rows, "cores", lambda: 1)
+    monkeypatch.setattr(comparison_rows, "cores", lambda: 1)
     monkeypatch.setitem(sys.modules, transformers.PACKAGE, None)
     file = tmp_path / "model.gguf"
     file.touch()

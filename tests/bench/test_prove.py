@@ -8,7 +8,7 @@ import pytest
 
 from outstride import registry
 from outstride.accept.match import Match
-from outstride.bench.look import logits_after
+from outstride.bench.logits_inspection import logits_after
 from outstride.bench.prompts import BenchPrompt, built_in
 from outstride.bench.prove import prove
 from outstride.core.contracts import Exactness, Method
@@ -98,9 +98,9 @@ def test_a_planted_fault_is_found_with_both_tokens_and_their_logits(llm: LLM) ->
     assert report.broken
     assert report.total.equal == 0
     first = report.cases[0]
-    assert [d.company for d in first.divergences] == ["batch", "alone", "mixed"]
+    assert [d.batch_context for d in first.divergences] == ["batch", "alone", "mixed"]
     assert {d.method for d in first.divergences} == {"planted"}
-    assert not report.foundation
+    assert not report.baseline_differs
     found = first.divergences[0]
     assert found.position == 8
     tokens = llm.encode("abcabcabc", chat=True)
@@ -110,15 +110,17 @@ def test_a_planted_fault_is_found_with_both_tokens_and_their_logits(llm: LLM) ->
     row = logits_after(llm, tokens + plain.token_ids[:8])
     assert found.plain.rank == 0
     assert found.plain.logit == pytest.approx(float(row[found.plain.token]))
-    assert found.gap == pytest.approx(float(row[found.plain.token] - row[found.other.token]))
-    assert found.gap is not None
-    assert found.gap > 0
+    assert found.logit_difference == pytest.approx(
+        float(row[found.plain.token] - row[found.other.token])
+    )
+    assert found.logit_difference is not None
+    assert found.logit_difference > 0
     assert found.other.rank is not None
     assert found.other.rank > 0
     assert plain.text[:8].endswith(found.before)
 
 
-def test_a_method_that_may_differ_breaks_no_promise(llm: LLM) -> None:
+def test_a_lossy_method_may_differ(llm: LLM) -> None:
     method = planted(Exactness.LOSSY)
     report = prove(llm, method, PROMPTS[:1], SamplingParams(max_tokens=20))
     assert not report.equal
@@ -165,7 +167,7 @@ def test_no_seed_means_seed_zero(llm: LLM) -> None:
     assert prove(llm, "ngram", PROMPTS, params).params.seed == 0
 
 
-def test_prompts_that_nobody_can_answer_prove_nothing(llm: LLM) -> None:
+def test_prompts_that_neither_can_answer_prove_nothing(llm: LLM) -> None:
     long = BenchPrompt("long", "two", "x" * 600)
     report = prove(llm, "ngram", [long, *PROMPTS], SamplingParams(max_tokens=8), batch=2)
     assert report.equal

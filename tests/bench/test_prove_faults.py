@@ -19,12 +19,12 @@ from outstride.accept.match import Match
 from outstride.cache.pool import Moves, PagePool
 from outstride.cli import main
 from outstride.cli.context import Context
-from outstride.core.contracts import Method, Pending, Work
+from outstride.core.contracts import Method, PassInput, PendingPass
 from outstride.core.graph import FloatArray, IntArray, NodeId, Position, TokenId
 from outstride.core.proposal import Proposal, Scores, Verdict
+from outstride.core.sequence import BlockTable, View
 from outstride.core.sequence import Sequence as Running
-from outstride.core.sequence import Table, View
-from outstride.engine import rules
+from outstride.engine import logits_processors
 from outstride.llm import LLM
 from outstride.models.load import Loaded
 from outstride.models.toy import Hashes, Toy
@@ -62,14 +62,14 @@ def prove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Prove:
         tokens: int = 40,
         limit: int = 4,
     ) -> dict[str, Any]:
-        context = Context(load=lambda name, weights: llm())
+        context = Context(load=lambda name, device, weights: llm())
         words = ["--prompts", str(file), "--limit", str(limit), "--max-tokens", str(tokens)]
         words += ["--ignore-eos", "--json"]
         code = main(["prove", "--method", method, *words, *options], context=context)
         values = json.loads(capsys.readouterr().out)
-        companies = {d["company"] for s in values["samples"] for d in s["divergences"]}
+        contexts = {d["batch_context"] for s in values["samples"] for d in s["divergences"]}
         bits = {d["bits"] for s in values["samples"] for d in s["divergences"]}
-        return {**values["summary"], "code": code, "companies": companies, "bits": bits}
+        return {**values["summary"], "code": code, "contexts": contexts, "bits": bits}
 
     return run
 
@@ -78,7 +78,7 @@ def prove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Prove:
 def test_nothing_planted(prove: Prove, method: str, options: Sequence[str]) -> None:
     found = prove(*options, method=method)
     assert (found["code"], found["equal"], found["integrity"]) == (0, True, None)
-    assert found["mixed"]["preempted"] > 0, "the company was not bad enough"
+    assert found["mixed"]["preempted"] > 0, "there were no preemptions"
 
 
 # --- a kernel whose rows depend on the batch ------------------------------------------------------
@@ -89,7 +89,7 @@ class Crowded(Toy):
 
     rows = 0
 
-    def forward(self, work: Sequence[Work]) -> Pending:
+    def forward(self, work: Sequence[PassInput]) -> PendingPass:
         self.rows = sum(len(item.proposal.graph) for item in work)
         return super().forward(work)
 
@@ -178,14 +178,14 @@ def test_an_acceptor_that_takes_one_wrong_token_in_a_thousand(
 
 
 def test_noise_that_is_keyed_by_the_pass(prove: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual, count = rules.attach, iter(range(10**9))
+    usual, count = logits_processors.attach, iter(range(10**9))
 
     def attach(sequence: Running, proposal: Proposal, ends: Collection[int]) -> Proposal:
         proposal = usual(sequence, proposal, ends)
-        proposal.draw = replace(proposal.draw, index=next(count))
+        proposal.sampling = replace(proposal.sampling, index=next(count))
         return proposal
 
-    monkeypatch.setattr("outstride.engine.passes.attach", attach)
+    monkeypatch.setattr("outstride.engine.model_runner.attach", attach)
     found = prove(*SAMPLED)
     assert (found["code"], found["broken"]) == (1, True)
     greedy = prove()
@@ -200,24 +200,24 @@ def test_a_cache_that_keeps_a_rejected_node(prove: Prove, monkeypatch: pytest.Mo
 
     def commit(
         self: PagePool,
-        table: Table,
+        table: BlockTable,
         positions: IntArray,
         keep: Sequence[int],
         reuse: Sequence[int] = (),
     ) -> Moves:
         nodes = list(keep)
         for i, node in enumerate(nodes):
-            rivals = [
+            siblings = [
                 other
                 for other in range(node + 1, len(positions))
                 if positions[other] == positions[node] and other not in nodes
             ]
-            if rivals:  # the entry of a rival stays in place of the one that held
-                nodes[i] = NodeId(rivals[0])
+            if siblings:  # the KV of a sibling stays in place of the accepted node
+                nodes[i] = NodeId(siblings[0])
                 break
         return usual(self, table, positions, nodes, reuse)
 
     monkeypatch.setattr(PagePool, "commit", commit)
     found = prove(method="recycle")
     assert (found["code"], found["broken"]) == (1, True)
-    assert "batch" in found["companies"]
+    assert "batch" in found["contexts"]

@@ -110,7 +110,7 @@ def questions() -> list[Question]:
     ]
 
 
-def test_methods_are_scored_beside_their_baseline() -> None:
+def test_methods_are_scored_with_their_baseline() -> None:
     ticks: list[tuple[int, int]] = []
     with make_llm() as llm:
         report = measure(

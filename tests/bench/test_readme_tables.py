@@ -17,22 +17,25 @@ from tests.cli.shell import Shell
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "docs" / "results"
-MOST = 48_000
+MAX_BYTES = 48_000
 """Bytes of a file that is kept in the repository."""
 
 
-def test_the_readme_matches_the_results() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "<!-- bench: decode -->" in text
+@pytest.mark.parametrize(
+    ("page", "table"), [("README.md", "engines"), ("docs/benchmarks.md", "decode")]
+)
+def test_pages_match_the_results(page: str, table: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert f"<!-- bench: {table} -->" in text
     assert readme.with_tables(text, KEPT) == text, (
-        "run: outstride bench report docs/results --out /tmp/report.html --tables README.md"
+        f"run: outstride bench report docs/results --out /tmp/report.html --tables {page}"
     )
 
 
 def test_kept_results_are_small_and_name_no_place() -> None:
     for file in sorted(KEPT.glob("*.json")):
         text = file.read_text(encoding="utf-8")
-        assert len(text) <= MOST, file.name
+        assert len(text) <= MAX_BYTES, file.name
         assert not re.search(r"/(home|root|tmp|work)/|\.\./", text), file.name
         assert result.read(file).commit, file.name
 

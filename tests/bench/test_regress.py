@@ -104,7 +104,7 @@ def test_slower_machines_are_not_worse() -> None:
     assert worse(old, new, 0.0) == []
 
 
-def test_rows_beside_llama() -> None:
+def test_rows_against_llama_cpp() -> None:
     def made(passes: float, rate: float) -> BenchResult:
         rows: list[dict[str, Any]] = [
             {"name": "pass", "unit": "ms", "ratio": passes},
@@ -125,7 +125,7 @@ def test_what_cannot_be_compared() -> None:
         compare(decode(), other, RegressReport(0.0))
     short = decode()
     short.complete = False
-    with pytest.raises(InvalidParams, match="new result was cut short"):
+    with pytest.raises(InvalidParams, match="new result is incomplete"):
         compare(decode(), short, RegressReport(0.0))
     with pytest.raises(InvalidParams, match="bench decode and one of bench step"):
         compare(decode(), BenchResult("step", {}), RegressReport(0.0))

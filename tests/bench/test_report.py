@@ -59,7 +59,7 @@ def summaries() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     ]
     policy = {"fewer": 2.0, "equal": 3, "cases": 4}
     rate: dict[str, Any] = {"requests": 5, "failed": 0, "good": 4, "tokens_per_second": 70.0}
-    rate |= {"first_p50": 0.05, "first_p99": 0.2, "gap_p50": 0.01, "gap_p99": None}
+    rate |= {"ttft_p50": 0.05, "ttft_p99": 0.2, "itl_p50": 0.01, "itl_p99": None}
     return {
         "peers": (
             {"cached": 128, "limit": 2, "tokens": 8, "threads": 2},
@@ -90,7 +90,7 @@ def summaries() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
             {},
             {
                 "arrivals": {
-                    "limits": {"first": 2.0, "gap": 0.2},
+                    "limits": {"ttft": 2.0, "itl": 0.2},
                     "rates": [{**rate, "rate": r, "goodput": 0.9 * r} for r in (1.0, 2.0)],
                 }
             },
@@ -149,7 +149,7 @@ def test_the_page_needs_nothing_else(folder: Path) -> None:
     assert "&lt;script&gt;" in text
 
 
-def test_every_part_has_its_plot(folder: Path) -> None:
+def test_every_section_has_its_plot(folder: Path) -> None:
     text = page.html(page.read(folder))
     for name in ("passes", "engines", "tasks", "batches", "parallel", "quality-gsm8k", "latency"):
         section = re.search(rf'<section id="{name}">.*?</section>', text, re.DOTALL)
@@ -157,7 +157,7 @@ def test_every_part_has_its_plot(folder: Path) -> None:
         assert "<svg" in section[0], name
         assert "<table" in section[0], name
     assert "1 of 1 bounds are met" in text
-    assert "not complete: against" in text
+    assert "incomplete: against" in text
     assert "vllm (left out)" in text
 
 
@@ -202,7 +202,7 @@ def test_little_or_nothing_is_no_error(tmp_path: Path) -> None:
         found = BenchResult(kind, {"methods": [], "model": "m"})
         found.enter([], empty.get(kind, {}))
         result.write(found, tmp_path / f"{kind}.json")
-    assert "Cut short" in page.html(page.read(tmp_path))
+    assert "incomplete" in page.html(page.read(tmp_path))
     with pytest.raises(OutstrideError, match="no results"):
         page.read(tmp_path / "nowhere")
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from outstride.bench import step
-from outstride.core.contracts import Pending, Vision, Work
+from outstride.core.contracts import AttentionPattern, PassInput, PendingPass
 from outstride.core.proposal import TARGET
-from outstride.engine.passes import Passes
+from outstride.engine.model_runner import ModelRunner
 from outstride.errors import InvalidParams
 from outstride.models.toy import Toy
 
@@ -22,7 +22,7 @@ class Watched(Toy):
         super().__init__(**options)
         self.shapes: list[tuple[tuple[int, int], ...]] = []
 
-    def forward(self, work: Sequence[Work]) -> Pending:
+    def forward(self, work: Sequence[PassInput]) -> PendingPass:
         self.shapes.append(tuple((len(w.table), len(w.proposal.graph)) for w in work))
         for item in work:  # entries must be honest all the way
             assert list(item.table.positions) == list(range(len(item.table)))
@@ -30,8 +30,8 @@ class Watched(Toy):
         return super().forward(work)
 
 
-def passes_on(model: Toy) -> Passes:
-    return Passes({TARGET: model}, ())
+def passes_on(model: Toy) -> ModelRunner:
+    return ModelRunner({TARGET: model}, ())
 
 
 def test_every_case_is_timed_with_the_shape_it_names() -> None:
@@ -83,10 +83,10 @@ def test_what_does_not_fit_is_left_out_and_said() -> None:
     wanted = step.cases(nodes=[1, 40], cached=8, lengths=[16, 40, 100], sequences=[1, 16])
     report = step.measure(passes, wanted, repeat=1, warmups=0)
     assert {(case.sweep, case.value): reason for case, reason in report.skipped.items()} == {
-        ("nodes", 40): "the cache has too few pages",
-        ("cached", 40): "the cache has too few pages",
+        ("nodes", 40): "the KV cache has too few pages",
+        ("cached", 40): "the KV cache has too few pages",
         ("cached", 100): "the model's context holds 64",
-        ("sequences", 16): "the cache has too few pages",
+        ("sequences", 16): "the KV cache has too few pages",
     }
     assert len(report.series) == 3
     assert passes.pools[TARGET].available == 8
@@ -100,4 +100,4 @@ def test_bad_settings_are_refused() -> None:
     with pytest.raises(InvalidParams):
         step.measure(passes_on(Toy()), step.cases(), repeat=0)
     with pytest.raises(InvalidParams, match="causal"):
-        step.measure(passes_on(Toy(vision=Vision(block=4))), step.cases())
+        step.measure(passes_on(Toy(attention_pattern=AttentionPattern(block=4))), step.cases())

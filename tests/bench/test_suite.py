@@ -6,15 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outstride.bench import suite
-from outstride.bench.peers import distant
-from outstride.bench.suite import Choice, Clock, Part, in_words, parts
+from outstride.bench import peer_environments, suite
+from outstride.bench.suite import RemainingTime, SuiteOptions, SuitePart, in_words, parts
 from outstride.cli.app import parser
 from outstride.errors import OutstrideError
 from tests.cli.shell import Shell
@@ -25,7 +23,7 @@ FILES: Any = {"gsm8k": "g.jsonl", "humaneval": "h.jsonl"}
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_all_parts_are_commands(quick: bool) -> None:
-    found = parts(Choice("smollm2", "auto", quick=quick, **FILES))
+    found = parts(SuiteOptions("smollm2", "auto", quick=quick, **FILES))
     assert [part.name for part in found] == [
         *("step", "against", "peers", "decode", "batches", "parallel", "serve", "quality")
     ]
@@ -37,29 +35,32 @@ def test_all_parts_are_commands(quick: bool) -> None:
 
 
 def test_everything_takes_less_than_half_an_hour() -> None:
-    assert sum(part.seconds for part in parts(Choice("m", "auto", **FILES))) < 28 * 60
+    assert sum(part.seconds for part in parts(SuiteOptions("m", "auto", **FILES))) < 28 * 60
 
 
 def test_engines_elsewhere_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distant, "ENVIRONMENTS", tmp_path)
-    [few] = parts(Choice("m", "auto", only=("peers",)))
+    monkeypatch.setattr(peer_environments, "ENVIRONMENTS", tmp_path)
+    [few] = parts(SuiteOptions("m", "auto", only=("peers",)))
     for name in suite.FAR:
         (tmp_path / name / "bin").mkdir(parents=True)
         (tmp_path / name / "bin" / "python").touch()
-    [many] = parts(Choice("m", "auto", only=("peers",)))
+    [many] = parts(SuiteOptions("m", "auto", only=("peers",)))
     assert many.seconds == few.seconds + sum(suite.FAR.values())
-    assert sum(part.seconds for part in parts(Choice("m", "auto"))) < 30 * 60
+    assert sum(part.seconds for part in parts(SuiteOptions("m", "auto"))) < 30 * 60
 
 
 def test_parts_can_be_chosen() -> None:
-    assert [p.name for p in parts(Choice("m", "auto", only=("serve", "step")))] == ["step", "serve"]
+    assert [p.name for p in parts(SuiteOptions("m", "auto", only=("serve", "step")))] == [
+        "step",
+        "serve",
+    ]
     with pytest.raises(OutstrideError, match="no part 'quality'"):
-        parts(Choice("m", "auto", only=("quality",)))
+        parts(SuiteOptions("m", "auto", only=("quality",)))
 
 
 def test_time_left_follows_what_was_seen() -> None:
-    planned = [Part("a", (), 10), Part("b", (), 30), Part("c", (), 60)]
-    watch = Clock(planned)
+    planned = [SuitePart("a", (), 10), SuitePart("b", (), 30), SuitePart("c", (), 60)]
+    watch = RemainingTime(planned)
     assert watch.left == 100
     watch.done(planned[0], 20)
     assert watch.left == 180
@@ -75,7 +76,7 @@ found = result.BenchResult("step", {"model": name})
 found.enter([{"x": 1}], {})
 result.write(found, path)
 if how == "fail": sys.exit(3)
-if how == "hang": time.sleep(60)
+if how == "hang": time.sleep(3600)
 result.write(found.finish([{"x": 1}], {}), path)
 """
 
@@ -85,12 +86,12 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Three parts that do what they are told."""
     how: dict[str, str] = {}
 
-    def command(part: Part, folder: Path, url: str | None = None) -> list[str]:
+    def command(part: SuitePart, folder: Path, url: str | None = None) -> list[str]:
         del url
         out = str(folder / f"{part.name}.json")
         return [sys.executable, "-c", STUB, part.name, out, how.get(part.name, "")]
 
-    monkeypatch.setattr(suite, "parts", lambda _: [Part(n, (), 1.0) for n in ("a", "b", "c")])
+    monkeypatch.setattr(suite, "parts", lambda _: [SuitePart(n, (), 1.0) for n in ("a", "b", "c")])
     monkeypatch.setattr(suite, "command", command)
     return how
 
@@ -112,7 +113,7 @@ def test_a_part_that_fails(shell: Shell, tmp_path: Path, stubs: dict[str, str]) 
     ran = shell("bench", "all", "--folder", str(tmp_path), "--quick")
     assert ran.code == 1
     assert "failed: b" in ran.err
-    assert "not complete: b" in (tmp_path / "report.html").read_text()
+    assert "incomplete: b" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "c.json").exists()
 
 
@@ -125,18 +126,16 @@ while not Path({str(tmp_path / "b.json")!r}).exists(): time.sleep(0.02)
 os.kill({os.getpid()}, signal.SIGTERM)
 """
     with subprocess.Popen([sys.executable, "-c", watcher]):
-        start = time.monotonic()
         ran = shell("bench", "all", "--folder", str(tmp_path))
     assert ran.code == 130
-    assert time.monotonic() - start < 50
     assert not (tmp_path / "c.json").exists()
-    assert "not complete: b" in (tmp_path / "report.html").read_text()
+    assert "incomplete: b" in (tmp_path / "report.html").read_text()
 
 
 def test_a_server_that_does_not_come_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with (
-        pytest.raises(OutstrideError, match="does not come up"),
+        pytest.raises(OutstrideError, match="did not become ready"),
         suite.serving("some-model", "auto", tmp_path / "log"),
     ):
         pytest.fail("it cannot be there")

@@ -1,4 +1,4 @@
-"""Pages: shared until written, given back when unused, and never in two minds."""
+"""Pages are shared until written, returned when unused, and consistent at any time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from outstride.cache.pool import Moves, PagePool
-from outstride.core.sequence import Table
+from outstride.core.sequence import BlockTable
 from outstride.errors import IntegrityError
 
 
 class Store:
-    """What a model would hold: one value per slot."""
+    """A model's KV cache: one value per slot."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
@@ -25,7 +25,7 @@ class Store:
             sources, targets = moves.arrays()
             self.slots[targets] = self.slots[sources]
 
-    def extend(self, table: Table, values: list[int], keep: list[int] | None = None) -> None:
+    def extend(self, table: BlockTable, values: list[int], keep: list[int] | None = None) -> None:
         """One pass: a node per value at the following positions, of which some are kept."""
         keep = list(range(len(values))) if keep is None else keep
         self.apply(self.pool.reserve(table, len(values)))
@@ -35,7 +35,7 @@ class Store:
             positions[node] = len(table) + place
         self.apply(self.pool.commit(table, positions, keep))
 
-    def read(self, table: Table) -> list[int]:
+    def read(self, table: BlockTable) -> list[int]:
         size = self.pool.page_size
         return [
             int(self.slots[table.pages[i // size] * size + i % size]) for i in range(len(table))
@@ -52,8 +52,8 @@ def test_commit_keeps_a_scattered_path() -> None:
     pool.check_integrity([table])
 
 
-def test_survivors_close_up() -> None:
-    """Across pages, some where they belong already; what is then kept is kept from there."""
+def test_survivors_are_compacted() -> None:
+    """Across pages, with some nodes in the right slot already; commit then keeps them there."""
     pool = PagePool(8, 4)
     store, table = Store(pool), pool.open([])
     store.extend(table, [10, 11, 12])
@@ -106,7 +106,7 @@ def test_prefixes_are_found_and_evicted_oldest_first() -> None:
     pool.check_integrity([big, kept])
 
 
-def test_twins_become_one_page() -> None:
+def test_equal_pages_become_one() -> None:
     pool = PagePool(8, 2)
     store = Store(pool)
     tables = [pool.open([5, 6, 7]) for _ in range(2)]
@@ -118,19 +118,19 @@ def test_twins_become_one_page() -> None:
     pool.check_integrity(tables)
 
 
-def test_stale_entries_stay_until_their_position_is_computed_again() -> None:
+def test_stale_kv_stays_until_its_position_is_computed_again() -> None:
     pool = PagePool(8, 4)
     store, table = Store(pool), pool.open([])
     store.apply(pool.reserve(table, 4))
     store.slots[pool.slots(table, 4)] = [1, 2, 3, 4]
     store.apply(pool.commit(table, np.arange(4), [0], [1, 2, 3]))
-    assert (table.fresh, table.stale) == (1, 3)
+    assert (table.valid, table.stale) == (1, 3)
     store.apply(pool.reserve(table, 2))
     store.slots[pool.slots(table, 2)] = [20, 30]
     store.apply(pool.commit(table, np.asarray([1, 2]), [0], [1]))
     assert table.positions == [0, 1, 3, 2]
     assert store.read(table) == [1, 20, 4, 30]
-    assert (table.fresh, table.stale) == (2, 2)
+    assert (table.valid, table.stale) == (2, 2)
     pool.publish(table, [0, 1, 2, 3])
     assert table.shared == 0
     pool.check_integrity([table])
@@ -148,12 +148,12 @@ def test_block_models_reuse_whole_blocks_only() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_life(seed: int) -> None:
-    """Any order of reading, forking, publishing and closing leaves every table as it should be."""
+def test_random_operations(seed: int) -> None:
+    """Any order of computing, forking, publishing and closing leaves every table correct."""
     rng = random.Random(seed)
     pool = PagePool(24, 3)
     store = Store(pool)
-    tables: list[tuple[Table, list[int]]] = []
+    tables: list[tuple[BlockTable, list[int]]] = []
     for _ in range(400):
         action = rng.random()
         if action < 0.25 and len(tables) < 6:
@@ -195,7 +195,7 @@ def test_random_life(seed: int) -> None:
 
 
 def prefix_values(tokens: list[int]) -> list[int]:
-    """An entry depends on all tokens up to its own, as it does in a model."""
+    """KV depends on all tokens up to its own, as in a model."""
     values, state = [], 7
     for token in tokens:
         state = (state * 31 + token + 1) % 1_000_003
@@ -203,7 +203,7 @@ def prefix_values(tokens: list[int]) -> list[int]:
     return values
 
 
-def test_integrity_notices() -> None:
+def test_integrity_errors_are_found() -> None:
     pool = PagePool(4, 2)
     table = pool.open([])
     pool.reserve(table, 3)

@@ -56,7 +56,7 @@ def test_wrong_usage(shell: Shell, arguments: list[str]) -> None:
 
 
 def failing(error: BaseException) -> Context:
-    def load(_name: str, _weights: str) -> LLM:
+    def load(_name: str, _device: str, _weights: str) -> LLM:
         raise error
 
     return Context(load=load)
@@ -80,7 +80,7 @@ def test_errors_become_exit_codes(
     said: str,
 ) -> None:
     monkeypatch.delenv("OUTSTRIDE_DEBUG", raising=False)
-    monkeypatch.setattr(app, "_let_go_of_stdout", lambda: None)
+    monkeypatch.setattr(app, "_detach_stdout", lambda: None)
     assert main(["run", "x"], context=failing(error)) == code
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", said)

@@ -53,7 +53,7 @@ def test_decode_goes_through_all_settings(shell: Shell, prompts: str, tmp_path: 
     assert ran.code == 0, ran.out  # counts are compared exactly, times hardly
 
 
-def test_decode_reads_the_shipped_prompts(shell: Shell) -> None:
+def test_decode_uses_the_shipped_prompts(shell: Shell) -> None:
     ran = shell("bench", "decode", "--limit", "8", "--max-tokens", "2", context=2048, pages=2048)
     values = json.loads(ran.last)
     assert values["settings"]["prompts"] == "shipped"

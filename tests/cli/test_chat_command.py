@@ -64,12 +64,12 @@ def test_commands(shell: Shell, tmp_path: Path) -> None:
     assert ran.code == 0
     assert ran.err == ""
     assert "/save FILE" in ran.out
-    assert "method plain\nmethod ngram\n" in ran.out
+    assert "method auto\nmethod ngram\n" in ran.out
     assert "max_tokens=12, ignore_eos=True\n" in ran.out
     assert "temperature=0.5, seed=3, stop=('zzz',), max_tokens=12" in ran.out
     assert "temperature=0.5, stop=('zzz',), max_tokens=12" in ran.out
-    assert re.search(r"24 tokens, \d+ passes, .* passes that only read", ran.out)
-    assert ran.last == "the conversation starts anew"
+    assert re.search(r"24 tokens, \d+ passes, .* prefill passes", ran.out)
+    assert ran.last == "a new conversation"
     saved = json.loads(file.read_text())
     assert [message["role"] for message in saved["messages"]] == [
         *("system", "user", "assistant", "user", "assistant")
@@ -85,7 +85,7 @@ def test_commands(shell: Shell, tmp_path: Path) -> None:
         ("/set temperature=-1", "temperature"),
         ("/set heat=1", "unknown sampling parameter 'heat'"),
         ("/set temperature", "write /set key=value"),
-        ("/set n=2", "n has no use"),
+        ("/set n=2", "n is not available"),
         ("/save", "write /save FILE"),
         ("/save /nowhere/at/all", "No such file or directory"),
         ("x" * 600, "/reset starts a new conversation"),

@@ -12,7 +12,7 @@ import pytest
 from outstride import SamplingParams, registry
 from outstride.cli import main
 from outstride.cli.context import Context
-from outstride.core.contracts import FULL, Masking, Vision
+from outstride.core.contracts import FULL, AttentionPattern, MaskedSpec
 from outstride.errors import InvalidPrompt, UnknownMethod
 from outstride.llm import LLM, AsyncLLM
 from outstride.models.load import Loaded
@@ -20,21 +20,21 @@ from outstride.models.toy import Toy
 from tests.bench.fake import ALPHABET, FakeTokenizer
 
 SIZE = len(ALPHABET)
-CANVAS = Masking(SIZE, block=None, shifted=False, causal=False)
+CANVAS = MaskedSpec(SIZE, block=None, shifted=False, causal=False)
 
 
-def masked_model(vision: Vision = FULL, masking: Masking | None = CANVAS) -> Loaded:
-    model: Any = Toy(vocab_size=SIZE, pages=256, vision=vision, masking=masking)
+def masked_model(vision: AttentionPattern = FULL, masking: MaskedSpec | None = CANVAS) -> Loaded:
+    model: Any = Toy(vocab_size=SIZE, pages=256, attention_pattern=vision, masking=masking)
     tokenizer: Any = FakeTokenizer()
     return Loaded(model=model, tokenizer=tokenizer, name="toy", context=512, path=Path("toy"))
 
 
-def masked_llm(vision: Vision = FULL, masking: Masking | None = CANVAS) -> LLM:
+def masked_llm(vision: AttentionPattern = FULL, masking: MaskedSpec | None = CANVAS) -> LLM:
     return LLM(masked_model(vision, masking))
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main(arguments, context=Context(load=lambda name, weights: masked_llm()))
+    code = main(arguments, context=Context(load=lambda name, device, weights: masked_llm()))
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -43,7 +43,7 @@ TEXT = "the <mask:5> sat on the <mask:3>."
 
 
 def test_text_around_holes_stays() -> None:
-    for vision, masking in ((FULL, CANVAS), (Vision(4), Masking(SIZE, 4, True, True))):
+    for vision, masking in ((FULL, CANVAS), (AttentionPattern(4), MaskedSpec(SIZE, 4, True, True))):
         with masked_llm(vision, masking) as llm:
             params = SamplingParams(temperature=0.8, seed=3, n=2, logprobs=1)
             found = llm.fill(TEXT, params, method="threshold:threshold=0.1", trace=True)
@@ -59,14 +59,14 @@ def test_text_around_holes_stays() -> None:
 
 def test_holes_that_make_no_sense() -> None:
     with masked_llm() as llm:
-        with pytest.raises(InvalidPrompt, match="no holes"):
+        with pytest.raises(InvalidPrompt, match="no gaps"):
             llm.fill("nothing here")
         with pytest.raises(InvalidPrompt, match="1 to"):
             llm.fill("a <mask:0> b")
     causal: Any = Toy(vocab_size=SIZE, pages=256)
     tokenizer: Any = FakeTokenizer()
     plain = Loaded(model=causal, tokenizer=tokenizer, name="toy", context=512, path=Path("toy"))
-    with LLM(plain) as llm, pytest.raises(UnknownMethod, match="cannot fill in holes"):
+    with LLM(plain) as llm, pytest.raises(UnknownMethod, match="cannot do infilling"):
         llm.fill(TEXT)
 
 
@@ -92,7 +92,7 @@ def test_auto_is_the_default_of_a_model_that_only_fills_in() -> None:
         [result] = llm.generate("hello", params, method="auto")
         assert result.outputs[0].method == llm.default_method
         assert result.text == llm.generate("hello", params)[0].text
-    with masked_llm(Vision(4), Masking(SIZE, 4, True, True)) as llm:
+    with masked_llm(AttentionPattern(4), MaskedSpec(SIZE, 4, True, True)) as llm:
         [result] = llm.generate("hello", params, method="auto")
         assert result.outputs[0].method == "auto"
         assert result.text == llm.generate("hello", params, method="plain")[0].text
@@ -111,7 +111,7 @@ def test_awaiting_fills_in_and_shows_the_canvas_alike() -> None:
                 seen = [chunk async for chunk in other.stream("hello", params, canvas=True)]
                 assert [c.canvas for c in seen] == [c.canvas for c in chunks]
                 assert any(c.canvas for c in seen)
-                with pytest.raises(InvalidPrompt, match="no holes"):
+                with pytest.raises(InvalidPrompt, match="no gaps"):
                     await other.fill("nothing here")
 
     asyncio.run(scenario())

@@ -42,6 +42,32 @@ def test_methods_for_programs(shell: Shell) -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["threshold", "draft", "plain", "suffix"])
+def test_one_method_in_full(shell: Shell, name: str) -> None:
+    ran, entry = shell("methods", name), registry.entry(name)
+    assert ran.code == 0
+    shown = " ".join(ran.out.split())
+    for text in (entry.summary, entry.details, entry.cost, entry.paper, entry.exactness.value):
+        assert " ".join(text.split())[:60] in shown
+    for option in entry.options:
+        value = "required" if option.required else f"default {option.default!r}"
+        assert f"{option.name} ({option.type.__name__}, {value})" in shown
+    assert f"--method {entry.example}" in shown
+    assert registry.parse(entry.example)[0].name == name
+    assert json.loads(shell("methods", name, "--json").out)["name"] == name
+
+
+def test_every_example_spec_can_be_parsed() -> None:
+    for entry in registry.entries():
+        assert registry.parse(entry.example)[0] is entry
+
+
+def test_an_unknown_method_suggests_a_similar_one(shell: Shell) -> None:
+    ran = shell("methods", "thresold")
+    assert ran.code != 0
+    assert "did you mean threshold" in ran.err
+
+
 def test_models(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTSTRIDE_CACHE", str(tmp_path))
     values = json.loads(shell("models", "--json").out)

@@ -22,7 +22,7 @@ def test_step_ends_with_one_json_object(shell: Shell, tmp_path: Path) -> None:
     assert list(values["summary"]["milliseconds"]["nodes"]) == ["1", "2", "4"]
     assert list(values["summary"]["milliseconds"]["cached"]) == ["0", "16"]
     assert list(values["summary"]["milliseconds"]["sequences"]) == ["1", "3"]
-    assert "behind 8 cached entries" in ran.out
+    assert "after 8 cached tokens" in ran.out
     assert result.read(tmp_path / "step.json").to_dict() == values
 
 

@@ -99,7 +99,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, exactness: Exactness) -> None:
     monkeypatch.setattr(LLM, "method", method)
 
 
-def test_prove_shows_where_texts_part(
+def test_prove_shows_where_texts_diverge(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, Exactness.EXACT)
@@ -107,12 +107,12 @@ def test_prove_shows_where_texts_part(
     ran = shell("prove", "--method", "ngram", "--prompts", file, "--max-tokens", "8")
     assert ran.code == 1
     assert "prompt 1 (mt_bench) differs:" in ran.out
-    assert "output token 3, in a batch, behind" in ran.out
+    assert "output token 3, in a batch, after" in ran.out
     assert "also alone and among other methods: ngram, output token 3" in ran.out
     assert "plain: token " in ran.out
     assert "ngram: token " in ran.out
     assert "✗ in batches of 8       0 of 3 equal" in ran.out
-    assert "gap between their raw logits: " in ran.out
+    assert "difference of their raw logits: " in ran.out
     assert ran.last.endswith(
         "different on 3 of 3 prompts; it is declared exact, so this is a fault"
     )
@@ -120,7 +120,9 @@ def test_prove_shows_where_texts_part(
     assert ran.code == 1
     found = json.loads(ran.out)["samples"][0]["divergences"][0]
     assert found["position"] == 3
-    assert found["gap"] == pytest.approx(found["plain"]["logit"] - found["other"]["logit"])
+    assert found["logit_difference"] == pytest.approx(
+        found["plain"]["logit"] - found["other"]["logit"]
+    )
 
 
 def test_prove_does_not_fail_what_may_differ(
@@ -143,12 +145,12 @@ def test_prove_tests_a_distribution(
     ran = shell("prove", "--method", "ngram", *options, "--temperature", "0.9")
     assert ran.code == 1, "every fourth token of eight is another one"
     assert "✗ ranks" in ran.out
-    assert "is found with a chance of 90%" in " ".join(ran.out.split())
-    assert ran.last == "ngram: does not follow the distribution that it promises"
+    assert "is found with probability 90%" in " ".join(ran.out.split())
+    assert ran.last == "ngram: does not follow the target's distribution"
     ran = shell("prove", "--method", "ngram", *options, "--temperature", "0.9", "--json")
     summary = json.loads(ran.out)["summary"]
     assert (summary["equal"], summary["broken"]) == (None, True)
-    values = summary["chance"]
+    values = summary["distribution"]
     assert not values["holds"]
     assert values["tokens"] == 3 * 8 * 8
     ran = shell("prove", "--method", "ngram", *options)
@@ -163,10 +165,10 @@ def test_prove_says_when_a_test_had_too_little(
     ran = shell("prove", "--method", "ngram", *options)
     assert ran.code == 0
     assert "not tested: too few" in ran.out
-    assert ran.last == "ngram: too few tokens for a test; nothing is shown"
+    assert ran.last == "ngram: too few tokens for a test"
 
 
-def test_prove_tells_of_prompts_that_nobody_answers(shell: Shell, tmp_path: Path) -> None:
+def test_prove_lists_prompts_that_neither_answers(shell: Shell, tmp_path: Path) -> None:
     file = tmp_path / "p.txt"
     file.write_text(f"short\n{'x' * 600}\n")
     ran = shell("prove", "--method", "ngram", "--prompts", str(file), "--max-tokens", "8")

@@ -158,7 +158,7 @@ def test_trace_without_colours_marks_tokens(shell: Shell) -> None:
 
 def test_logprobs_as_a_table(shell: Shell) -> None:
     ran = shell("run", "abc", "--logprobs", "2", "--max-tokens", "5")
-    assert re.search(r"token +logprob +likeliest", ran.out)
+    assert re.search(r"token +logprob +most probable", ran.out)
     assert COST.fullmatch(ran.last)
 
 
@@ -228,4 +228,4 @@ def test_an_adapter_that_is_not_there(shell: Shell, command: str, tmp_path: Path
     (tmp_path / "none").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
     ran = shell(*command.split(), *more, "--adapter", str(tmp_path))
     assert ran.code != 0
-    assert "is not a trained part" in ran.err
+    assert "is not a draft head" in ran.err

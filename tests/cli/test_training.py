@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from outstride.train.words import Words
+from outstride.train.corpus_files import Corpus
 from tests.cli.shell import Ran, Shell
 from tests.serve import tiny
 
@@ -31,22 +31,22 @@ def write(shell: Shell, model: str, folder: Path, *more: str) -> Ran:
 def train(shell: Shell, model: str, folder: Path, *more: str) -> Ran:
     options = ["--steps", "3", "--batch", "4", "--length", "96", "--held", "0.2", "--device", "cpu"]
     small = ["--set", "layers=1,block=4,anchors=4,taps=1,2,rank=4"]
-    places = ["--data", str(folder / "words"), "--out", str(folder / "part")]
+    places = ["--data", str(folder / "corpus"), "--out", str(folder / "part")]
     return shell("train", "block-drafter", "--model", model, *places, *options, *small, *more)
 
 
-def test_from_words_to_a_trained_part(shell: Shell, model: str, tmp_path: Path) -> None:
-    ran = write(shell, model, tmp_path / "words")
+def test_from_a_corpus_to_a_draft_head(shell: Shell, model: str, tmp_path: Path) -> None:
+    ran = write(shell, model, tmp_path / "corpus")
     assert ran.code == 0, ran.err
     assert "tokens/s" in ran.err
-    about = Words.open(tmp_path / "words").about
-    assert about["order"]["prompts"] == 24
+    about = Corpus.open(tmp_path / "corpus").about
+    assert about["spec"]["prompts"] == 24
     texts, tokens = about["texts"], about["tokens"]
     assert texts < 24
     assert 120 <= tokens < 130
     assert f"{texts} texts, {tokens} tokens of answers" in ran.out
-    again = write(shell, model, tmp_path / "words")
-    assert f"holds {texts} texts; going on" in again.err
+    again = write(shell, model, tmp_path / "corpus")
+    assert f"holds {texts} texts; continuing" in again.err
     assert again.out == ran.out
 
     ran = train(shell, model, tmp_path)
@@ -59,11 +59,11 @@ def test_from_words_to_a_trained_part(shell: Shell, model: str, tmp_path: Path) 
     assert config["target"]["layers"] == 2
     recipe = json.loads((tmp_path / "part" / "recipe.json").read_text())
     assert recipe["run"]["options"]["block"] == 4
-    assert recipe["data"]["order"]["max_answer"] == 10
+    assert recipe["data"]["spec"]["max_answer"] == 10
     with safe_open(tmp_path / "part" / "model.safetensors", "pt") as file:
         assert file.get_tensor("fc.weight").shape == (64, 128)
     again = train(shell, model, tmp_path, "--no-forecast")
-    assert "holds this training already" in again.out
+    assert "already holds this training" in again.out
     assert "speed-up" not in again.out
     other = train(shell, model, tmp_path, "--seed", "1")
     assert other.code == 1
@@ -71,22 +71,22 @@ def test_from_words_to_a_trained_part(shell: Shell, model: str, tmp_path: Path) 
 
 
 def test_long_prompts_and_several_folders(shell: Shell, model: str, tmp_path: Path) -> None:
-    """Passages from earlier words; training on both; and further training from what that made."""
-    first, long = tmp_path / "words", tmp_path / "long"
+    """Passages from an earlier corpus; training on both; and further training from what that made."""
+    first, long = tmp_path / "corpus", tmp_path / "long"
     write(shell, model, first, "--max-answer", "40", "--tokens", "200")
     ran = write(shell, model, long, "--passages", str(tmp_path / "none"))
     assert ran.code == 1
-    assert "holds no words" in ran.err
+    assert "is no corpus folder" in ran.err
     assert not long.exists()
     ran = write(shell, model, long, "--passages", str(first), "--max-passage", "64", "--seed", "5")
     assert ran.code == 0, ran.err
-    about = Words.open(long).about["order"]
-    assert (about["passages"], about["max_passage"]) == (Words.open(first).digest(), 64)
+    about = Corpus.open(long).about["spec"]
+    assert (about["passages"], about["max_passage"]) == (Corpus.open(first).digest(), 64)
 
     ran = train(shell, model, tmp_path, "--data", str(long), "--no-forecast")
     assert ran.code == 0, ran.err
     recipe = json.loads((tmp_path / "part" / "recipe.json").read_text())
-    assert [part["order"]["seed"] for part in recipe["data"]["folders"]] == [0, 5]
+    assert [part["spec"]["seed"] for part in recipe["data"]["folders"]] == [0, 5]
     further = f"layers=1,block=4,anchors=4,taps=1,2,rank=4,begin={tmp_path / 'part'}"
     again = ["--data", str(long), "--no-forecast", "--out", str(tmp_path / "more")]
     ran = train(shell, model, tmp_path, *again, "--set", further)
@@ -96,28 +96,28 @@ def test_long_prompts_and_several_folders(shell: Shell, model: str, tmp_path: Pa
     assert "has block 4 where this training has 5" in ran.err
 
 
-def test_words_of_another_model_are_refused(shell: Shell, model: str, tmp_path: Path) -> None:
-    write(shell, model, tmp_path / "words", "--tokens", "20")
-    about = json.loads((tmp_path / "words" / "words.json").read_text())
-    (tmp_path / "words" / "words.json").write_text(json.dumps({**about, "vocabulary": "-"}))
+def test_a_corpus_of_another_model_is_refused(shell: Shell, model: str, tmp_path: Path) -> None:
+    write(shell, model, tmp_path / "corpus", "--tokens", "20")
+    about = json.loads((tmp_path / "corpus" / "corpus.json").read_text())
+    (tmp_path / "corpus" / "corpus.json").write_text(json.dumps({**about, "vocabulary": "-"}))
     ran = train(shell, model, tmp_path)
     assert ran.code == 1
     assert "another vocabulary" in ran.err
 
 
-def test_no_words(shell: Shell, model: str, tmp_path: Path) -> None:
+def test_no_corpus(shell: Shell, model: str, tmp_path: Path) -> None:
     ran = train(shell, model, tmp_path)
     assert ran.code == 1
     assert "outstride write-data MODEL --out" in ran.err
 
 
-def test_other_options_are_refused_for_words_that_were_begun(
+def test_other_options_are_refused_for_a_corpus_that_was_begun(
     shell: Shell, model: str, tmp_path: Path
 ) -> None:
-    assert write(shell, model, tmp_path / "words", "--tokens", "20").code == 0
-    ran = write(shell, model, tmp_path / "words", "--seed", "2")
+    assert write(shell, model, tmp_path / "corpus", "--tokens", "20").code == 0
+    ran = write(shell, model, tmp_path / "corpus", "--seed", "2")
     assert ran.code == 1
-    assert "written otherwise" in ran.err
+    assert "other options" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -154,11 +154,11 @@ def test_the_list_of_recipes(shell: Shell) -> None:
     assert ran.code == 0
     assert "block-drafter" in ran.out
     assert "anchors" in ran.out
-    assert "the model stays as it is" in ran.out
+    assert "the model stays unchanged" in ran.out
 
 
 @pytest.mark.parametrize("command", ["write-data", "train"])
 def test_help(command: str, shell: Shell) -> None:
     ran = shell(command, "--help")
     assert ran.code == 0
-    assert "The same command goes on where it was broken off" in " ".join(ran.out.split())
+    assert "The same command resumes an interrupted" in " ".join(ran.out.split())

@@ -1,4 +1,4 @@
-"""Runs engines on the toy model and looks at every cache entry after every step."""
+"""Runs engines on the toy model and checks all KV after every step."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outstride import registry
-from outstride.core.contracts import CAUSAL, FULL, Exactness, Masking, Method, Vision
+from outstride.core.contracts import CAUSAL, FULL, AttentionPattern, Exactness, MaskedSpec, Method
 from outstride.core.params import SamplingParams
 from outstride.core.sequence import Sequence
-from outstride.engine.cost import Cost
 from outstride.engine.engine import Engine
-from outstride.engine.ledger import Progress
+from outstride.engine.ledger import SequenceProgress
 from outstride.engine.scheduler import Limits
 from outstride.models.toy import Toy
+from outstride.policy.cost_model import CostModel
+from outstride.policy.policy import DraftPolicy
 
 registry.discover()
 
 VOCABULARY = 24
 MASK = VOCABULARY
-BOTH = Masking(MASK, block=4, shifted=False, causal=True)
-BLOCKS = Masking(MASK, block=4, shifted=True, causal=False)
-CANVAS = Masking(MASK, block=None, shifted=False, causal=False)
+BOTH = MaskedSpec(MASK, block=4, shifted=False, causal=True)
+BLOCKS = MaskedSpec(MASK, block=4, shifted=True, causal=False)
+CANVAS = MaskedSpec(MASK, block=None, shifted=False, causal=False)
 END = 0
 LETTERS = "#abcdefghijklmnopqrstuvwxyz"
 PLAIN = registry.build("plain")
 
 
-def spell(tokens: Iterable[int]) -> str:
+def to_text(tokens: Iterable[int]) -> str:
     """The toy's tokenizer: token 1 is a, 2 is b, …"""
     return "".join(LETTERS[t] for t in tokens)
 
@@ -43,58 +44,60 @@ def toy_method(drafter: Any, acceptor: Any, exactness: Exactness = Exactness.EXA
 
 @dataclass
 class Bench:
-    """An engine on toys, checked to the last entry after each step."""
+    """An engine on toys whose whole KV cache is checked after each step."""
 
     pages: int = 96
     nodes: int = 64
     sequences: int = 64
-    vision: Vision = CAUSAL
-    masking: Masking | None = BOTH
+    vision: AttentionPattern = CAUSAL
+    masking: MaskedSpec | None = BOTH
     draft_pages: int | None = None
     cost: Mapping[int, float] = field(default_factory=lambda: {1: 1.0, 64: 1.2})
-    """What a pass is said to cost: a curve that is measured would differ from run to run."""
+    """The assumed cost of a pass: a measured curve would differ from run to run."""
     shake: int = 0
-    """After how many steps somebody loses all pages, again and again; 0: never."""
+    """Every this many steps one sequence loses all its pages; 0: never."""
     steps: int = 0
 
     def __post_init__(self) -> None:
-        self.target = Toy(pages=self.pages, vision=self.vision, masking=self.masking)
+        self.target = Toy(pages=self.pages, attention_pattern=self.vision, masking=self.masking)
         draft = Toy(accent=1, pages=self.draft_pages or self.pages)
         self.toys: dict[str, Toy] = {"target": self.target, "draft": draft}
         self.engine = Engine(
             self.toys,
             limits=Limits(nodes=self.nodes, sequences=self.sequences),
             end_tokens=[END],
-            spell=lambda token: LETTERS[token].encode(),
-            cost=Cost(self.cost, frozen=True),
+            token_to_bytes=lambda token: LETTERS[token].encode(),
+            policy=DraftPolicy(CostModel(self.cost, frozen=True)),
         )
         self.texts: dict[int, str] = {}
         self.tokens: dict[int, list[int]] = {}
 
-    def invite(self, method: Method) -> None:
-        """Brings in a masked model that a method asks for: most need none, and checks cost time."""
+    def add_models(self, method: Method) -> None:
+        """Adds the masked models that a method asks for: few need one, and checking them costs time."""
         for name in set(method.drafter.models) - set(self.toys):
-            vision, masking = {"blocks": (Vision(4), BLOCKS), "canvas": (FULL, CANVAS)}[name]
+            vision, masking = {"blocks": (AttentionPattern(4), BLOCKS), "canvas": (FULL, CANVAS)}[
+                name
+            ]
             size = self.draft_pages or self.pages
-            self.toys[name] = Toy(accent=1, pages=size, vision=vision, masking=masking)
-            self.engine.passes.add(name, self.toys[name])
+            self.toys[name] = Toy(accent=1, pages=size, attention_pattern=vision, masking=masking)
+            self.engine.add_model(name, self.toys[name])
 
     def step(self) -> None:
         self.steps += 1
-        assert self.steps < 20_000, "the engine does not come to an end"
-        running = self.engine.scheduler.running
+        assert self.steps < 20_000, "the engine does not finish"
+        running = self.engine.running
         if self.shake and self.steps % self.shake == 0 and running:
-            self.engine.scheduler.preempt(running[self.steps % len(running)])
-        self.engine.step(self._hear)
+            self.engine.preempt(running[self.steps % len(running)])
+        self.engine.step(self._collect)
         self.engine.check_integrity()
-        for sequence in self.engine.scheduler:
+        for sequence in self.engine.unfinished:
             known = {**dict(enumerate(sequence.tokens)), **sequence.canvas}
             for name, table in sequence.tables.items():
-                vision = self.engine.passes.vision(name, sequence.method.drafter)
+                vision = self.engine.attention_pattern(name, sequence.method.drafter)
                 self.toys[name].check(table, known, vision.block)
 
-    def _hear(self, news: list[Progress]) -> None:
-        for progress in news:
+    def _collect(self, finished: list[SequenceProgress]) -> None:
+        for progress in finished:
             key = progress.sequence.id
             self.texts[key] = self.texts.get(key, "") + progress.text
             self.tokens[key] = self.tokens.get(key, []) + progress.tokens
@@ -114,7 +117,7 @@ class Bench:
         method_of = [methods] * count if isinstance(methods, Method) else methods
         params_of = [params] * count if isinstance(params, SamplingParams) else params
         for method in method_of:
-            self.invite(method)
+            self.add_models(method)
         sequences = [
             self.engine.submit(list(p), q, m, **extra)
             for p, m, q in zip(prompts, method_of, params_of, strict=True)
@@ -123,36 +126,37 @@ class Bench:
         for sequence in sequences:
             if sequence.error is not None:
                 raise sequence.error
-            assert self.tokens[sequence.id] == sequence.output, "tokens lost or doubled on the way"
+            assert self.tokens[sequence.id] == sequence.output, "tokens lost or doubled"
         return sequences
 
 
 def alone(
     prompt: list[int], params: SamplingParams, method: Method = PLAIN, **bench: Any
 ) -> list[int]:
-    """What a request says with nobody else there."""
+    """The text of a request that runs alone."""
     [sequence] = Bench(**bench).run([prompt], method, params)
     return sequence.output
 
 
-_SAID: dict[str, list[int]] = {}
+_TEXTS: dict[str, list[int]] = {}
 
 
 def yardstick(prompt: list[int], params: SamplingParams) -> list[int]:
-    """What plain decoding says alone: the measure of hundreds of tests, computed once.
+    """The text of plain decoding alone: the reference of hundreds of tests, computed once.
 
-    Not for tests that plant faults, which would stay in it.
+    Not for tests that plant faults, because the faulty text would stay in the cache.
     """
     key = repr((prompt, params))
-    if key not in _SAID:
-        _SAID[key] = alone(prompt, params)
-    return list(_SAID[key])
+    if key not in _TEXTS:
+        _TEXTS[key] = alone(prompt, params)
+    return list(_TEXTS[key])
 
 
-def some_prompts(seed: int, count: int, most: int = 40) -> list[list[int]]:
+def some_prompts(seed: int, count: int, max_length: int = 40) -> list[list[int]]:
     rng = random.Random(seed)
     return [
-        [rng.randrange(1, VOCABULARY) for _ in range(rng.randrange(1, most))] for _ in range(count)
+        [rng.randrange(1, VOCABULARY) for _ in range(rng.randrange(1, max_length))]
+        for _ in range(count)
     ]
 
 
@@ -174,6 +178,6 @@ SAMPLINGS = {
     "stopped": SamplingParams(max_tokens=60, stop=("ab", "c", "fed"), min_tokens=3),
     "stop tokens": SamplingParams(max_tokens=60, stop_token_ids=(4, 9), temperature=0.9, seed=8),
     "endless": SamplingParams(max_tokens=50, ignore_eos=True),
-    "patient": SamplingParams(max_tokens=50, min_tokens=30, temperature=0.5, seed=2),
+    "min tokens": SamplingParams(max_tokens=50, min_tokens=30, temperature=0.5, seed=2),
 }
-"""The request contract, one corner at a time."""
+"""Sampling parameters, one corner of the request contract at a time."""

@@ -1,27 +1,33 @@
-"""Masked toys of every kind, and every method for them with options that matter."""
+"""Masked toys of every kind, and specs of every method for them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from outstride import registry
-from outstride.core.contracts import CAUSAL, FULL, Masking, Vision
+from outstride.core.contracts import CAUSAL, FULL, AttentionPattern, MaskedSpec
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET
 from tests.conformance.harness import MASK
 
-BLOCK = Vision(block=4)
+BLOCK = AttentionPattern(block=4)
 
 KINDS: dict[str, dict[str, Any]] = {
-    "blocks": {"vision": BLOCK, "masking": Masking(MASK, 4, shifted=False, causal=False)},
-    "shifted blocks": {"vision": BLOCK, "masking": Masking(MASK, 4, shifted=True, causal=True)},
-    "canvas": {"vision": FULL, "masking": Masking(MASK, None, shifted=False, causal=False)},
-    "shifted canvas": {"vision": FULL, "masking": Masking(MASK, None, shifted=True, causal=False)},
-    "in turn": {"vision": CAUSAL, "masking": Masking(MASK, None, shifted=False, causal=True)},
-    "sets": {"vision": CAUSAL, "masking": Masking(MASK, 4, shifted=False, causal=True)},
-    "gated": {"vision": CAUSAL, "masking": Masking(MASK, 4, True, causal=True, gated=True)},
+    "blocks": {"vision": BLOCK, "masking": MaskedSpec(MASK, 4, shifted=False, causal=False)},
+    "shifted blocks": {"vision": BLOCK, "masking": MaskedSpec(MASK, 4, shifted=True, causal=True)},
+    "canvas": {"vision": FULL, "masking": MaskedSpec(MASK, None, shifted=False, causal=False)},
+    "shifted canvas": {
+        "vision": FULL,
+        "masking": MaskedSpec(MASK, None, shifted=True, causal=False),
+    },
+    "in turn": {"vision": CAUSAL, "masking": MaskedSpec(MASK, None, shifted=False, causal=True)},
+    "sets": {"vision": CAUSAL, "masking": MaskedSpec(MASK, 4, shifted=False, causal=True)},
+    "gated": {
+        "vision": CAUSAL,
+        "masking": MaskedSpec(MASK, 4, True, causal=True, uses_adapter=True),
+    },
 }
-"""How a model may see: in blocks, all at once, or causally, with masks that see each other or not."""
+"""Attention patterns: in blocks, full, or causal, with masks that see each other or not."""
 
 VARIANTS = {
     "steps": [
@@ -40,7 +46,7 @@ VARIANTS = {
     "threshold": ["threshold:threshold=0.2", "threshold:threshold=0.25,block=5"],
     "factor": ["factor:factor=1.9", "factor:factor=1.6,block=3"],
     "entropy-bound": ["entropy-bound:bound=3", "entropy-bound:bound=2,block=3"],
-    "dilated": ["dilated", "dilated:base=3,least=0.1,block=6"],
+    "dilated": ["dilated", "dilated:base=3,min_prob=0.1,block=6"],
     "leap": ["leap:anchor=0.25,relaxed=0.15,radius=2", "leap:anchor=0.3,relaxed=0.1,block=6"],
     "credit": [
         "credit:threshold=0.25",
@@ -78,14 +84,14 @@ CACHED = [
     "credit:threshold=0.25,block=5,cache=prefix,refresh=2",
     "filter:from=filter,block=5,cache=dual",
 ]
-"""Approximate caches, for models that see a whole canvas."""
+"""Methods that reuse stale KV, for models with full attention."""
 
 
 def masked_specs() -> list[str]:
-    """Every registered method that fills in masks; what is missing above is tried without options."""
+    """Specs of every registered method that fills in masks; one missing above is tried as it is."""
     specs: list[str] = []
     for entry in registry.entries():
-        if TARGET in entry.drafter.fills:
+        if TARGET in entry.drafter.masked_models:
             specs += VARIANTS.get(entry.name, [entry.name])
     return specs
 
@@ -93,7 +99,9 @@ def masked_specs() -> list[str]:
 def suits(spec: str, kind: str) -> bool:
     """Whether a method works with a model of this kind."""
     values = KINDS[kind]
-    return registry.build(spec).drafter.fits(values["vision"], values["masking"]) is None
+    return (
+        registry.build(spec).drafter.unsupported_reason(values["vision"], values["masking"]) is None
+    )
 
 
 PAIRS = [(spec, kind) for spec in masked_specs() for kind in KINDS if suits(spec, kind)]

@@ -25,7 +25,7 @@ SPECS = ["plain", "ngram", "draft:model=draft", "draft:model=draft,length=3,widt
     nodes=st.integers(1, 48),
     sequences=st.integers(1, 12),
 )
-def test_random_company(
+def test_random_batches(
     seed: int, pages: int, draft_pages: int, nodes: int, sequences: int
 ) -> None:
     rng = random.Random(seed)
@@ -56,7 +56,7 @@ def test_random_company(
             continue
         assert len(leader.group) == params.n
         assert leader.output == alone(prompt, replace(params, n=1))
-    pool = bench.engine.passes.pools["target"]
+    pool = bench.engine.pool()
     assert pool.available == pool.pages, "a finished engine holds no page but idle prefixes"
 
 
@@ -80,7 +80,7 @@ def test_running_requests_do_not_wait_for_a_long_prompt(nodes: int) -> None:
     assert late.output == alone([1 + i % 23 for i in range(400)], params, pages=200)
 
 
-def test_a_second_request_reads_only_what_is_new() -> None:
+def test_a_second_request_computes_only_new_tokens() -> None:
     bench = Bench(pages=200)
     prompt = [1 + i % 23 for i in range(90)]
     params = SAMPLINGS["greedy"]
@@ -93,7 +93,7 @@ def test_a_second_request_reads_only_what_is_new() -> None:
     assert second.output == first.output
 
 
-def test_evicted_prefixes_are_read_again() -> None:
+def test_evicted_prefixes_are_computed_again() -> None:
     bench = Bench(pages=40)
     params = SAMPLINGS["greedy"]
     for round_ in range(3):

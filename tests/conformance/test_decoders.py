@@ -1,4 +1,4 @@
-"""The promise on real arithmetic: tiny decoders, every implementation of a pass, all exact methods."""
+"""Exactness on real arithmetic: tiny decoders, every backend, all exact methods."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from outstride.core.contracts import Method
 from outstride.core.params import SamplingParams
 from outstride.engine.engine import Engine
 from outstride.engine.scheduler import Limits
-from outstride.ops.contract import Model, Ops
+from outstride.ops.contract import Ops
 from outstride.ops.cpu import Cpu, native
 from outstride.ops.reference import Reference
+from outstride.ops.weights import ModelWeights
 from tests.models.drive import random_decoder, tiny
 
 registry.discover()
 
-IMPLEMENTATIONS: dict[str, Callable[[Model], Ops]] = {"reference": Reference}
+IMPLEMENTATIONS: dict[str, Callable[[ModelWeights], Ops]] = {"reference": Reference}
 if native.library_path() is not None:
     IMPLEMENTATIONS["cpu"] = Cpu.of
 
@@ -55,7 +56,7 @@ def run(
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
-def test_any_company(ops: str) -> None:
+def test_any_batch(ops: str) -> None:
     rng = random.Random(1)
     prompts = [[rng.randrange(97) for _ in range(rng.randrange(1, 70))] for _ in range(16)]
     kinds = [

@@ -1,4 +1,4 @@
-"""Methods for masked models: the same text in any company, sound in any case."""
+"""Methods for masked models: the same text in every batch, sound in any case."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outstride import registry
-from outstride.core.contracts import FULL, Exactness, Masking, Vision
+from outstride.core.contracts import FULL, AttentionPattern, Exactness, MaskedSpec
 from outstride.core.sequence import Sequence, Status
 from tests.conformance.harness import (
     END,
@@ -19,7 +19,7 @@ from tests.conformance.harness import (
     Bench,
     alone,
     some_prompts,
-    spell,
+    to_text,
 )
 from tests.conformance.masked import CACHED, KINDS, PAIRS, SAMPLED, masked_specs, suits
 
@@ -45,14 +45,14 @@ def sound(sequence: Sequence, text: str) -> None:
     if sequence.finish_reason == "length":
         assert len(output) == params.max_tokens
     else:
-        assert output[-1] in ends or spell(output).endswith(tuple(params.stop))
+        assert output[-1] in ends or to_text(output).endswith(tuple(params.stop))
 
 
 @pytest.mark.parametrize(("spec", "kind"), PAIRS)
-def test_company_changes_nothing(spec: str, kind: str) -> None:
-    """Alone, in a batch, in small passes and on few pages: the same text, and sound text."""
+def test_the_batch_changes_nothing(spec: str, kind: str) -> None:
+    """Alone, in a batch, in small passes and with few pages: the same text, and a sound one."""
     rng = random.Random(f"{spec} {kind}")
-    prompts = some_prompts(rng.randrange(99), 3, most=18)
+    prompts = some_prompts(rng.randrange(99), 3, max_length=18)
     params = [SHORT[name] for name in rng.sample(list(SHORT), 3)]
     if spec.startswith("regex"):  # every token of the toy but the end is a letter
         params = [replace(p, ignore_eos=False) for p in params]
@@ -69,17 +69,17 @@ def test_company_changes_nothing(spec: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["canvas", "shifted canvas"])
 @pytest.mark.parametrize("spec", CACHED)
-def test_approximate_caches_are_private_and_spare_nodes(spec: str, kind: str) -> None:
+def test_stale_kv_is_private_and_saves_nodes(spec: str, kind: str) -> None:
     method, params = registry.build(spec), replace(SAMPLED, max_tokens=20, ignore_eos=True)
-    prompts = some_prompts(15, 3, most=20)
+    prompts = some_prompts(15, 3, max_length=20)
     bench = Bench(**KINDS[kind], nodes=512, pages=200)
     sequences = [bench.engine.submit(p, params, method) for p in prompts]
     reused = 0
     while bench.engine.busy:
         bench.step()
-        reused += sum(s.tables["target"].stale for s in bench.engine.scheduler.running)
+        reused += sum(s.tables["target"].stale for s in bench.engine.running)
     assert reused > 0
-    assert bench.engine.passes.pools["target"].available == 200, "nothing stale is ever shared"
+    assert bench.engine.pool().available == 200, "nothing stale is ever shared"
     for sequence, prompt in zip(sequences, prompts, strict=True):
         assert sequence.error is None
         assert sequence.counts.nodes < sequence.counts.passes * sequence.limit
@@ -92,7 +92,7 @@ def test_approximate_caches_are_private_and_spare_nodes(spec: str, kind: str) ->
     ["", "count=3,order=margin", "order=entropy", "order=random,block=3", "order=confidence"],
 )
 def test_verify_is_exact_to_steps(options: str, kind: str) -> None:
-    """And so is every other method that says so, with the options that both have."""
+    """So is every other method that declares it, with the options that both have."""
     names = [
         entry.name
         for entry in registry.entries()
@@ -101,7 +101,7 @@ def test_verify_is_exact_to_steps(options: str, kind: str) -> None:
     assert {"steps", "verify"} <= set(names)
     rng, fewer = random.Random(options + kind), 0
     for name in rng.sample(list(SHORT), 2):
-        prompts, params = some_prompts(14, 2, most=20), SHORT[name]
+        prompts, params = some_prompts(14, 2, max_length=20), SHORT[name]
         slow = Bench(**KINDS[kind]).run(prompts, registry.build(f"steps:{options}"), params)
         for other in sorted({*names} - {"steps"}):
             for limits in LIMITS:
@@ -114,8 +114,11 @@ def test_verify_is_exact_to_steps(options: str, kind: str) -> None:
 
 
 def test_two_kinds_of_requests_share_a_batch() -> None:
-    """Sixteen requests, autoregressive and diffusion, on one model: each says what it says alone."""
-    kind = {"vision": Vision(4), "masking": Masking(MASK, 4, shifted=False, causal=True)}
+    """Sixteen requests, autoregressive and diffusion, on one model: each as if alone."""
+    kind = {
+        "vision": AttentionPattern(4),
+        "masking": MaskedSpec(MASK, 4, shifted=False, causal=True),
+    }
     masked = [spec for spec in masked_specs() if suits(spec, "blocks")]
     causal = [
         "plain",
@@ -128,8 +131,8 @@ def test_two_kinds_of_requests_share_a_batch() -> None:
     rng = random.Random(4)
     specs = [rng.choice(masked if i % 2 else causal) for i in range(16)]
     params = [replace(SHORT[rng.choice(list(SHORT))], seed=i) for i in range(16)]
-    [common] = some_prompts(3, 1, most=30)
-    prompts = [[*common[: rng.randrange(30)], *p] for p in some_prompts(5, 16, most=12)]
+    [common] = some_prompts(3, 1, max_length=30)
+    prompts = [[*common[: rng.randrange(30)], *p] for p in some_prompts(5, 16, max_length=12)]
     methods = [registry.build(spec) for spec in specs]
     for limits in ({"nodes": 512, "pages": 300}, {"nodes": 40, "pages": 60}):
         found = Bench(**kind, **limits).run(prompts, methods, params)  # type: ignore[arg-type]
@@ -138,8 +141,11 @@ def test_two_kinds_of_requests_share_a_batch() -> None:
     assert {s.block for s in found} == {None, 4}
 
 
-def test_what_was_read_in_blocks_is_not_read_causally() -> None:
-    kind: dict[str, Any] = {"vision": Vision(4), "masking": Masking(MASK, 4, False, True)}
+def test_kv_computed_in_blocks_is_not_used_causally() -> None:
+    kind: dict[str, Any] = {
+        "vision": AttentionPattern(4),
+        "masking": MaskedSpec(MASK, 4, False, True),
+    }
     bench, prompt = Bench(**kind, pages=200), [1 + i % 23 for i in range(45)]
     for spec, hit in (("plain", 0), ("steps", 0), ("ngram", 44), ("threshold", 44), ("plain", 44)):
         [sequence] = bench.run([prompt], registry.build(spec), SHORT["greedy"])
@@ -148,8 +154,8 @@ def test_what_was_read_in_blocks_is_not_read_causally() -> None:
 
 
 def test_a_canvas_larger_than_a_pass_does_not_wait_for_ever() -> None:
-    """Nor do those beside it: it is let in, one at a time."""
-    kind: dict[str, Any] = {"vision": FULL, "masking": Masking(MASK, None, False, True)}
+    """Nor do the requests next to it: such canvases are admitted one at a time."""
+    kind: dict[str, Any] = {"vision": FULL, "masking": MaskedSpec(MASK, None, False, True)}
     bench = Bench(**kind, nodes=12, pages=200)
     steps, plain = registry.build("steps:count=4"), PLAIN
     long = replace(SHORT["endless"], max_tokens=40)
@@ -173,7 +179,7 @@ def test_random_arrivals_and_cancels(kind: str, seed: int) -> None:
     live: list[tuple[Sequence, list[int], str]] = []
     cancelled = set()
     for i in range(10):
-        [prompt], spec = some_prompts(seed * 50 + i, 1, most=20), rng.choice(specs)
+        [prompt], spec = some_prompts(seed * 50 + i, 1, max_length=20), rng.choice(specs)
         params = replace(SHORT[rng.choice(list(SHORT))], seed=i, n=rng.choice([1, 1, 3]))
         live.append((bench.engine.submit(prompt, params, registry.build(spec)), prompt, spec))
         for _ in range(rng.randrange(5)):
@@ -192,7 +198,7 @@ def test_random_arrivals_and_cancels(kind: str, seed: int) -> None:
         else:
             assert len(leader.group) == leader.params.n
             assert leader.output == expected
-    pool = bench.engine.passes.pools["target"]
+    pool = bench.engine.pool()
     assert pool.available == pool.pages
 
 
@@ -200,7 +206,7 @@ def test_random_arrivals_and_cancels(kind: str, seed: int) -> None:
 def test_n_samples_are_n_requests(kind: str) -> None:
     """Samples start from the prompt, whatever the first of them has settled by then."""
     params = replace(SAMPLED, n=3, temperature=1.2, ignore_eos=True)
-    for prompt in ([3] * 8, some_prompts(5, 1, most=30)[0]):
+    for prompt in ([3] * 8, some_prompts(5, 1, max_length=30)[0]):
         [first] = Bench(**KINDS[kind]).run([prompt], registry.build("steps:count=2"), params)
         outputs = [s.output for s in sorted(first.group, key=lambda s: s.index)]
         assert len({tuple(o) for o in outputs}) == 3
@@ -212,26 +218,26 @@ def test_n_samples_are_n_requests(kind: str) -> None:
         assert [s.output for s in sorted(again[0].group, key=lambda s: s.index)] == outputs
 
 
-def test_methods_are_refused_where_they_make_no_sense() -> None:
+def test_unsupported_methods_are_refused() -> None:
     from outstride.errors import InvalidParams, UnknownMethod
 
     greedy = SHORT["greedy"]
     with pytest.raises(
-        UnknownMethod, match="knows none; use an autoregressive method, such as plain"
+        UnknownMethod, match="has no mask token; use an autoregressive method, such as plain"
     ):
         Bench(masking=None).run([[1, 2]], registry.build("steps"), greedy)
     for kind in ("blocks", "canvas"):
         with pytest.raises(UnknownMethod, match="such as steps"):
             Bench(**KINDS[kind]).run([[1, 2]], PLAIN, greedy)
-    with pytest.raises(UnknownMethod, match="its cache is exact"):
+    with pytest.raises(UnknownMethod, match="this one's cache is exact"):
         Bench(**KINDS["blocks"]).run([[1]], registry.build("threshold:cache=dual"), greedy)
     with pytest.raises(UnknownMethod, match="decodes autoregressively"):
         Bench().run([[1]], registry.build("draft:model=blocks"), greedy)
-    with pytest.raises(UnknownMethod, match="knows none"):
+    with pytest.raises(UnknownMethod, match="has no mask token"):
         Bench().run([[1]], registry.build("diffuse:model=draft"), greedy)
     with pytest.raises(UnknownMethod, match="also decodes causally"):
         Bench(masking=None).run([[1]], registry.build("self-diffuse"), greedy)
-    shifted = Masking(MASK, 4, shifted=True, causal=True)
+    shifted = MaskedSpec(MASK, 4, shifted=True, causal=True)
     with pytest.raises(UnknownMethod, match="out of order"):
         Bench(masking=shifted).run([[1]], registry.build("steps"), greedy)
     asking = replace(greedy, prompt_logprobs=1)

@@ -1,4 +1,4 @@
-"""Planted faults: each breaks the promise in one place, and the suite must notice."""
+"""Planted faults: each breaks exactness in one place, and the suite must notice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outstride.cache.pool import Moves, PagePool
 from outstride.core.graph import NodeId
 from outstride.core.proposal import Proposal, Scores, Verdict
 from outstride.core.sequence import Sequence, View
-from outstride.engine import rules
+from outstride.engine import logits_processors
 from outstride.errors import IntegrityError
 from outstride.models.toy import Toy
 from tests.conformance.harness import SAMPLINGS, Bench, alone, some_prompts, toy_method
@@ -52,7 +52,7 @@ def test_a_rejected_node_is_kept() -> None:
         compare(toy_method(registry.build("ngram").drafter, KeepsTooMuch()))
 
 
-def test_entries_are_moved_to_the_wrong_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_is_moved_to_the_wrong_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     original = PagePool.commit
 
     def commit(self: PagePool, *args: Any) -> Moves:
@@ -65,7 +65,7 @@ def test_entries_are_moved_to_the_wrong_slots(monkeypatch: pytest.MonkeyPatch) -
         compare(registry.build("draft:model=draft,length=4,width=3"))
 
 
-def test_entries_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Toy, "move", lambda self, sources, targets: None)
     with noticed():
         compare(registry.build("draft:model=draft,length=4,width=3"))
@@ -88,15 +88,15 @@ def test_a_wrong_token_is_accepted() -> None:
         compare(toy_method(registry.build("ngram").drafter, Careless()))
 
 
-def test_noise_belongs_to_passes_instead_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, count = rules.attach, iter(range(10**9))
+def test_noise_keyed_by_pass_instead_of_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, count = logits_processors.attach, iter(range(10**9))
 
     def attach(sequence: Sequence, proposal: Proposal, end_tokens: Collection[int]) -> Proposal:
         proposal = original(sequence, proposal, end_tokens)
-        proposal.draw = replace(proposal.draw, index=next(count))
+        proposal.sampling = replace(proposal.sampling, index=next(count))
         return proposal
 
-    monkeypatch.setattr("outstride.engine.passes.attach", attach)
+    monkeypatch.setattr("outstride.engine.model_runner.attach", attach)
     with noticed():
         compare(registry.build("ngram"))
 
@@ -104,9 +104,9 @@ def test_noise_belongs_to_passes_instead_of_positions(monkeypatch: pytest.Monkey
 def test_a_fork_writes_into_shared_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     original = PagePool.fork
 
-    def fork(self: PagePool, table: Any, entries: int) -> Any:
-        child = original(self, table, entries)
-        for page in child.pages:  # as if nobody else held them
+    def fork(self: PagePool, table: Any, length: int) -> Any:
+        child = original(self, table, length)
+        for page in child.pages:  # as if no other table held them
             self._refs[page] -= 1
         return child
 
@@ -118,7 +118,7 @@ def test_a_fork_writes_into_shared_pages(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_salts_keep_prefixes_apart() -> None:
     bench = Bench()
-    prompt = some_prompts(2, 1, most=60)[0] * 2
+    prompt = some_prompts(2, 1, max_length=60)[0] * 2
     params = SAMPLINGS["greedy"]
     for salt, expected in (("a", False), ("a", True), ("b", False), ("", False)):
         [sequence] = bench.run([prompt], registry.build("plain"), params, salt=salt)

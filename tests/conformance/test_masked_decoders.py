@@ -1,4 +1,4 @@
-"""Masked methods on real arithmetic: tiny decoders, in any company."""
+"""Masked methods on real arithmetic: tiny decoders, in every batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outstride import registry
-from outstride.core.contracts import CAUSAL, FULL, Masking, Vision
+from outstride.core.contracts import CAUSAL, FULL, AttentionPattern, MaskedSpec
 from outstride.core.params import SamplingParams
 from outstride.engine.engine import Engine
 from outstride.engine.scheduler import Limits
@@ -16,13 +16,13 @@ from tests.conformance.test_decoders import IMPLEMENTATIONS
 from tests.models.drive import random_decoder, tiny
 
 MASK = 96
-"""A token of the vocabulary, as in published models: it must never be an answer."""
+"""A token of the vocabulary, as in published models: it must never be generated."""
 
 KINDS = {
-    "blocks": (Vision(8), Masking(MASK, 8, shifted=False, causal=True)),
-    "shifted blocks": (Vision(8), Masking(MASK, 8, shifted=True, causal=True)),
-    "canvas": (FULL, Masking(MASK, None, shifted=False, causal=False)),
-    "in turn": (CAUSAL, Masking(MASK, None, shifted=False, causal=True)),
+    "blocks": (AttentionPattern(8), MaskedSpec(MASK, 8, shifted=False, causal=True)),
+    "shifted blocks": (AttentionPattern(8), MaskedSpec(MASK, 8, shifted=True, causal=True)),
+    "canvas": (FULL, MaskedSpec(MASK, None, shifted=False, causal=False)),
+    "in turn": (CAUSAL, MaskedSpec(MASK, None, shifted=False, causal=True)),
 }
 SPECS = {
     "blocks": [
@@ -50,7 +50,7 @@ SPECS = {
 def run(kind: str, ops: str, requests: list[tuple[list[int], str, Any]], **limits: int) -> Any:
     vision, masking = KINDS[kind]
     model = random_decoder(tiny(layers=2), pages=limits["pages"], make_ops=IMPLEMENTATIONS[ops])
-    model.vision, model.masking = vision, masking
+    model.attention_pattern, model.masked_spec = vision, masking
     engine = Engine({"target": model}, limits=Limits(nodes=limits["nodes"]))
     found = [engine.submit(p, params, registry.build(spec)) for p, spec, params in requests]
     while engine.busy:
@@ -61,7 +61,7 @@ def run(kind: str, ops: str, requests: list[tuple[list[int], str, Any]], **limit
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_company(kind: str) -> None:
+def test_any_batch(kind: str) -> None:
     ops = list(IMPLEMENTATIONS)[-1]  # the quickest there is; others are held to it elsewhere
     rng = random.Random(kind)
     kinds = [

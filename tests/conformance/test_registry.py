@@ -1,4 +1,4 @@
-"""Every registered method keeps the promise that it declares."""
+"""Every registered method keeps the exactness that it declares."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from outstride import registry
+from outstride.accept.match import Match
 from outstride.core.contracts import Exactness, Method
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import TARGET
 from outstride.core.sampling import Purpose, probabilities
-from outstride.engine.rules import draw_of
+from outstride.engine.logits_processors import sampling_spec
+from outstride.errors import UnknownMethod
 from tests.accept.chi_square import p_value
 from tests.conformance.harness import (
     END,
@@ -22,7 +24,7 @@ from tests.conformance.harness import (
     Bench,
     alone,
     some_prompts,
-    spell,
+    to_text,
     yardstick,
 )
 
@@ -34,7 +36,7 @@ VARIANTS = {
         "ngram:length=12,longest=6,shortest=2",
         "ngram:guided=true",
     ],
-    "suffix": ["suffix", "suffix:size=40,branch=4,least=0.01", "suffix:memory=64"],
+    "suffix": ["suffix", "suffix:size=40,branch=4,min_prob=0.01", "suffix:memory=64"],
     "recycle": ["recycle", "recycle:size=6,depth=3"],
     "trigram": ["trigram", "trigram:size=30,explore=1.5", "trigram:explore=0,contexts=20"],
     "lookahead": [
@@ -52,7 +54,7 @@ VARIANTS = {
         "draft:model=draft,length=1",
         "draft:model=draft,length=3,width=2",
         "draft:model=draft,length=5,width=4",
-        "draft:model=draft,length=6,width=3,nodes=9,least=0.05",
+        "draft:model=draft,length=6,width=3,nodes=9,min_prob=0.05",
     ],
     "pearl": ["pearl:model=draft", "pearl:model=draft,length=3,width=3"],
     "rejection": ["rejection:model=draft"],
@@ -70,11 +72,11 @@ VARIANTS = {
         "diffuse:model=blocks,passes=2,length=6,pair=0",
     ],
     "self-diffuse": ["self-diffuse", "self-diffuse:length=3"],
-    "mix": ["mix", "mix:from=graft", "mix:from=graft,parts=ngram,nodes=5"],
-    "auto": ["auto", "auto:from=graft"],
-    "eagle": ["eagle:from=follow", "eagle:from=follow,depth=2,width=1,nodes=3"],
-    "block-drafter": ["block-drafter:from=graft", "block-drafter:from=graft,width=1,nodes=3"],
-    "heads": ["heads:from=heads", "heads:from=chained", "heads:from=chained,width=1,nodes=3"],
+    "mix": ["mix", "mix:from=block", "mix:from=block,parts=ngram,nodes=5"],
+    "auto": ["auto", "auto:from=block"],
+    "eagle": ["eagle:from=eagle", "eagle:from=eagle,depth=2,width=1,nodes=3"],
+    "block-drafter": ["block-drafter:from=block", "block-drafter:from=block,width=1,nodes=3"],
+    "heads": ["heads:from=heads", "heads:from=sequential", "heads:from=sequential,width=1,nodes=3"],
     "accept-head": [
         "accept-head:model=draft,from=accept",
         "accept-head:model=draft,from=accept,length=3,stop=0.6",
@@ -82,8 +84,8 @@ VARIANTS = {
     "judge": ["judge:model=draft,from=judge", "judge:model=draft,from=judge,width=2,sure=0.5"],
     "prompt-tokens": [
         "prompt-tokens:from=prompts",
-        "prompt-tokens:from=prompts,nodes=9,least=0",
-        "prompt-tokens:from=prompts,nodes=6,least=0.1",
+        "prompt-tokens:from=prompts,nodes=9,min_prob=0",
+        "prompt-tokens:from=prompts,nodes=6,min_prob=0.1",
     ],
 }
 """Each method with options that matter; a method that is missing here is tried with none. Methods
@@ -93,7 +95,7 @@ that fill in masks have tests of their own."""
 def variants(exactness: Exactness) -> list[str]:
     specs: list[str] = []
     for entry in registry.entries():
-        if entry.exactness is exactness and TARGET not in entry.drafter.fills:
+        if entry.exactness is exactness and TARGET not in entry.drafter.masked_models:
             specs += VARIANTS.get(entry.name, [entry.name])
     return specs
 
@@ -109,7 +111,7 @@ def samples(spec: str) -> int:
 def corners(specs: list[str]) -> list[tuple[str, str]]:
     """Each method with every corner of the request contract; further options of it with every third.
 
-    What a corner tells of a method hardly depends on its options, and all corners come up among them.
+    The outcome of a corner hardly depends on the options, and all corners come up among them.
     """
     names, found, seen = list(SAMPLINGS), [], set[str]()
     for i, spec in enumerate(specs):
@@ -144,8 +146,8 @@ def test_exact_methods_save_passes(spec: str, sampling: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_mixed_company(seed: int) -> None:
-    """All methods and all kinds of requests in one batch: each says what it says alone."""
+def test_mixed_batches(seed: int) -> None:
+    """All methods and all kinds of requests in one batch: each gives the text that it gives alone."""
     rng = random.Random(seed)
     prompts = some_prompts(seed, 14)
     names = rng.choices(list(SAMPLINGS), k=len(prompts))
@@ -160,18 +162,18 @@ def test_mixed_company(seed: int) -> None:
 @pytest.mark.parametrize("spec", EXACT)
 def test_stop_string_inside_an_accepted_run(spec: str) -> None:
     """The text ends before the stop string, wherever in a run it falls."""
-    cut_inside, least = 0, 15
+    cut_inside, min_tokens = 0, 15
     for seed, prompt in enumerate(some_prompts(9, 24)):
-        free = SamplingParams(max_tokens=40, seed=seed, ignore_eos=True, min_tokens=least)
-        whole = spell(yardstick(prompt, free))
+        free = SamplingParams(max_tokens=40, seed=seed, ignore_eos=True, min_tokens=min_tokens)
+        whole = to_text(yardstick(prompt, free))
         stop = whole[20:22]
-        at = min(i for i in range(20, -1, -1) if whole[i : i + 2] == stop and i + 2 >= least)
+        at = min(i for i in range(20, -1, -1) if whole[i : i + 2] == stop and i + 2 >= min_tokens)
         bench = Bench()
         params = replace(free, stop=(stop,), n=samples(spec))
         for sequence in bench.run([prompt], registry.build(spec), params)[0].group:
             assert sequence.finish_reason == "stop"
             assert bench.texts[sequence.id] == whole[:at]
-            assert spell(sequence.output) == whole[: at + 2]
+            assert to_text(sequence.output) == whole[: at + 2]
             steps = [p.step for p in sequence.trace]
             cut_inside += steps.count(steps[-1]) > 1
     assert spec == "plain" or cut_inside > 0
@@ -204,9 +206,9 @@ def test_logprobs_are_those_of_the_raw_logits(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", EXACT)
 def test_n_samples_are_n_requests(spec: str) -> None:
-    """Samples share the prompt's pages and differ by their index; greedy ones do not differ."""
+    """Samples share the prompt's pages and differ by their index."""
     params = SamplingParams(max_tokens=30, temperature=0.9, seed=21, n=4)
-    prompt = some_prompts(5, 1, most=60)[0]
+    prompt = some_prompts(5, 1, max_length=60)[0]
     outputs = []
     for method in (PLAIN, registry.build(spec)):
         bench = Bench()
@@ -225,14 +227,14 @@ def exact_distribution(
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(depth):
         longer: dict[tuple[int, ...], float] = {}
-        for path, chance in found.items():
+        for path, probability in found.items():
             tokens = np.asarray([*prompt, *path])
             state = toy_state(bench, tokens)
             row = bench.target.logits(tokens[-1:], state)[0]
-            draw = draw_of(params, 0, 0, Purpose.TOKEN)
+            draw = sampling_spec(params, 0, 0, Purpose.TOKEN)
             for token, p in enumerate(probabilities(row, draw)):
                 if p > 0:
-                    longer[(*path, token)] = chance * float(p)
+                    longer[(*path, token)] = probability * float(p)
         found = longer
     return found
 
@@ -240,14 +242,14 @@ def exact_distribution(
 def toy_state(
     bench: Bench, tokens: np.ndarray[tuple[int], np.dtype[np.int64]]
 ) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    from outstride.core.contracts import Work
+    from outstride.core.contracts import PassInput
     from outstride.core.graph import chain
     from outstride.core.proposal import Proposal, Wants
-    from outstride.core.sequence import Table
+    from outstride.core.sequence import BlockTable
 
-    table = Table(pages=list(range(bench.target.pages)))
+    table = BlockTable(pages=list(range(bench.target.pages)))
     proposal = Proposal(chain(tokens), len(tokens), wants=Wants(hidden=(2,)))
-    work = Work(proposal, table, np.arange(len(tokens)))
+    work = PassInput(proposal, table, np.arange(len(tokens)))
     [scores] = bench.target.forward([work]).wait()
     return np.ascontiguousarray(scores.hidden[2][-1:]).view(np.uint64).reshape(-1)
 
@@ -280,7 +282,7 @@ def sampled_as_plain(method: Method, top_p: float, trials: int, batch: int = 100
 def chi_square(
     counts: dict[tuple[int, ...], int], expected: dict[tuple[int, ...], float], trials: int
 ) -> float:
-    """The chance of a deviation at least this large."""
+    """The probability of a deviation at least this large."""
     seen = np.asarray([counts[key] for key in expected])
     return p_value(seen, np.asarray(list(expected.values())) * trials)
 
@@ -318,7 +320,7 @@ def test_lossy_methods_are_sound(spec: str, sampling: str) -> None:
                 assert len(output) == params.max_tokens
             else:
                 assert len(output) >= params.min_tokens
-                assert output[-1] in ends or spell(output).endswith(tuple(params.stop))
+                assert output[-1] in ends or to_text(output).endswith(tuple(params.stop))
     once, again = (alone(prompts[0], params, method) for _ in range(2))
     assert once == again
 
@@ -327,7 +329,7 @@ def test_lossy_methods_are_sound(spec: str, sampling: str) -> None:
 def test_lossy_methods_save_passes(spec: str) -> None:
     """Those that leave out layers save these instead, and the toy has none to spare."""
     method = registry.build(spec)
-    if method.drafter.partial:
+    if method.drafter.partial_kv:
         assert alone([3, 4, 5], SAMPLINGS["sampled"], method) == alone(
             [3, 4, 5], SAMPLINGS["sampled"]
         )
@@ -341,3 +343,33 @@ def test_methods_are_built_from_text() -> None:
         method = registry.build(spec)
         assert isinstance(method, Method)
         assert method.spec == spec
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("draft:model=x,least=0.1", "min_prob"),
+        ("dilated:least=0.1", "min_prob"),
+        ("suffix:least=0.1", "min_prob"),
+        ("skip-layers:least=3", "min_layers"),
+        ("prune:of=suffix:least=0.1", "min_prob"),
+    ],
+)
+def test_a_renamed_option_names_the_new_one(old: str, new: str) -> None:
+    with pytest.raises(UnknownMethod, match=f"'least' any more: it is called '{new}'"):
+        registry.build(old)
+
+
+def test_a_shared_acceptor_takes_no_options() -> None:
+    class Picky(Match):
+        def __init__(self, *, sure: float = 0.5) -> None:
+            self.sure = sure
+
+    with pytest.raises(TypeError, match="takes no options, but it has sure"):
+        registry.acceptor("picky")(Picky)
+
+
+def test_a_method_with_a_rule_of_its_own_is_its_own_acceptor() -> None:
+    method = registry.build("threshold:threshold=0.3,cache=dual")
+    assert id(method.acceptor) == id(method.drafter)
+    assert registry.entry("rejection").acceptor == "rejection"

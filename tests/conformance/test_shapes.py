@@ -12,7 +12,7 @@ import pytest
 
 from outstride import registry
 from outstride.accept.match import Match
-from outstride.core.contracts import FULL, Exactness, Masking, Method, Vision
+from outstride.core.contracts import FULL, AttentionPattern, Exactness, MaskedSpec, Method
 from outstride.core.graph import BoolArray
 from outstride.core.params import SamplingParams
 from tests.conformance import toy_methods as toys
@@ -38,19 +38,19 @@ CAUSAL_SHAPES: dict[str, Callable[[], Method]] = {
 BLOCK_SHAPES: dict[str, Callable[[], Method]] = {
     "masked block": lambda: toy_method(toys.MaskedBlock(), toys.Unmask()),
     "two at once": lambda: toy_method(toys.MaskedBlock(), toys.Unmask(2), Exactness.LOSSY),
-    "rival blocks": lambda: toy_method(toys.RivalBlocks(), toys.VerifyRivals()),
+    "assumed blocks": lambda: toy_method(toys.AssumedBlocks(), toys.VerifyAssumed()),
     "pipeline": lambda: toy_method(toys.Pipeline(), toys.Unmask(4), Exactness.LOSSY),
 }
 BLOCKS: dict[str, Any] = {
-    "vision": Vision(block=4),
-    "masking": Masking(toys.MASK, block=4, shifted=False, causal=False),
+    "vision": AttentionPattern(block=4),
+    "masking": MaskedSpec(toys.MASK, block=4, shifted=False, causal=False),
 }
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("shape", CAUSAL_SHAPES)
 def test_causal_shapes_equal_plain(shape: str, sampling: str) -> None:
-    params, prompts = SAMPLINGS[sampling], some_prompts(6, 6, most=28)
+    params, prompts = SAMPLINGS[sampling], some_prompts(6, 6, max_length=28)
     expected = [yardstick(prompt, params) for prompt in prompts]
     preempted = 0
     for bench in (Bench(), Bench(pages=23, nodes=24)):
@@ -77,7 +77,7 @@ def test_drafting_ahead_spares_rounds() -> None:
 
 def test_features_survive_prefix_hits_and_forks() -> None:
     """A drafter finds the pages' features although another sequence computed them."""
-    prompt = some_prompts(8, 1, most=50)[0] * 2
+    prompt = some_prompts(8, 1, max_length=50)[0] * 2
     params = replace(SAMPLINGS["sampled"], n=3)
     bench = Bench()
     plain = [s.output for s in bench.run([prompt], PLAIN, params)[0].group]
@@ -142,9 +142,9 @@ def test_grammar_inside_a_draft(name: str) -> None:
 
 @pytest.mark.parametrize("sampling", ["greedy", "sampled", "stopped", "stop tokens"])
 @pytest.mark.parametrize("shape", BLOCK_SHAPES)
-def test_blocks_do_not_depend_on_company(shape: str, sampling: str) -> None:
+def test_blocks_do_not_depend_on_the_batch(shape: str, sampling: str) -> None:
     params, prompts = SAMPLINGS[sampling], some_prompts(13, 6)
-    if shape == "pipeline":  # a pipeline that waits for room would be another pipeline
+    if shape == "pipeline":  # a pipeline that waits for nodes would be another pipeline
         limits: list[dict[str, Any]] = [{"nodes": 512, "pages": 400}]
     else:
         limits = [{}, {"nodes": 18}, {"pages": 28, "nodes": 40}]
@@ -156,10 +156,10 @@ def test_blocks_do_not_depend_on_company(shape: str, sampling: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
-def test_rival_blocks_are_exact_to_single_steps(sampling: str) -> None:
+def test_assumed_blocks_are_exact_to_single_steps(sampling: str) -> None:
     prompts, params = some_prompts(14, 10), SAMPLINGS[sampling]
     slow = Bench(**BLOCKS).run(prompts, BLOCK_SHAPES["masked block"](), params)
-    fast = Bench(**BLOCKS).run(prompts, BLOCK_SHAPES["rival blocks"](), params)
+    fast = Bench(**BLOCKS).run(prompts, BLOCK_SHAPES["assumed blocks"](), params)
     assert [s.output for s in fast] == [s.output for s in slow]
     steps = [sum(s.steps for s in group) for group in (fast, slow)]
     assert steps[0] < steps[1]
@@ -175,17 +175,17 @@ def test_pipeline_takes_fewer_passes() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_tokens_settled_out_of_order(seed: int) -> None:
-    """Entries lie in the order of settling; positions say where they belong."""
+    """KV is stored in the order of settling; positions tell where it belongs."""
     params = replace(SAMPLINGS["sampled"], seed=seed, ignore_eos=True)
     method = toy_method(toys.OutOfOrder(), toys.Unmask(2), Exactness.LOSSY)
-    loose = Masking(toys.MASK, block=None, shifted=False, causal=True)
+    loose = MaskedSpec(toys.MASK, block=None, shifted=False, causal=True)
     prompts = some_prompts(seed, 5)
     bench = Bench(pages=120, masking=loose)
     shuffled = False
     sequences = [bench.engine.submit(p, params, method) for p in prompts]
     while bench.engine.busy:
         bench.step()
-        for sequence in bench.engine.scheduler.running:
+        for sequence in bench.engine.running:
             shuffled |= not sequence.tables["target"].ordered
     assert shuffled
     for sequence, prompt in zip(sequences, prompts, strict=True):
@@ -197,16 +197,16 @@ def test_tokens_settled_out_of_order(seed: int) -> None:
 def test_approximate_cache_is_private_and_sound() -> None:
     params = replace(SAMPLINGS["sampled"], max_tokens=20, ignore_eos=True)
     method = toy_method(toys.DualCache(), toys.UnmaskAndReuse(), Exactness.LOSSY)
-    prompts = some_prompts(15, 4, most=20)
-    full = Masking(toys.MASK, block=None, shifted=False, causal=False)
+    prompts = some_prompts(15, 4, max_length=20)
+    full = MaskedSpec(toys.MASK, block=None, shifted=False, causal=False)
     bench = Bench(vision=FULL, masking=full, nodes=512, pages=200)
     reused = 0
     sequences = [bench.engine.submit(p, params, method) for p in prompts]
     while bench.engine.busy:
         bench.step()
-        reused += sum(s.tables["target"].stale for s in bench.engine.scheduler.running)
+        reused += sum(s.tables["target"].stale for s in bench.engine.running)
     assert reused > 0
-    assert bench.engine.passes.pools["target"].available == 200, "nothing stale is ever shared"
+    assert bench.engine.pool().available == 200, "nothing stale is ever shared"
     for sequence, prompt in zip(sequences, prompts, strict=True):
         assert sequence.error is None
         assert len(sequence.output) == 20
@@ -216,7 +216,7 @@ def test_approximate_cache_is_private_and_sound() -> None:
 
 
 def test_everything_in_one_engine() -> None:
-    """All causal shapes and methods together, arriving one by one, on few pages."""
+    """All causal shapes and methods together, arriving one by one, with few pages."""
     rng = random.Random(3)
     names = [*CAUSAL_SHAPES, "plain", "ngram", "draft:model=draft,width=2"]
     bench = Bench(pages=60, nodes=32)

@@ -31,25 +31,25 @@ from tests.conformance.harness import VOCABULARY
 MASK = VOCABULARY
 
 
-def _room(view: View, most: int) -> Demand:
-    return Demand(most=max(0, min(most, view.limit - view.end - 1)), gain=1.0)
+def _demand(view: View, limit: int) -> Demand:
+    return Demand(max_nodes=max(0, min(limit, view.limit - view.end - 1)), gain=1.0)
 
 
 class JacobiWindow(Drafter):
-    """Jacobi: guesses for the next positions refine themselves, beside an n-gram branch."""
+    """Jacobi: guesses for the next positions refine themselves, next to an n-gram branch."""
 
     size = 4
 
     def demand(self, view: View) -> Demand:
-        return _room(view, 2 * self.size)
+        return _demand(view, 2 * self.size)
 
-    def propose(self, view: View, room: int) -> Rounds:
+    def propose(self, view: View, budget: int) -> Rounds:
         yield from ()
         given = view.given()
-        window = (view.state or [1] * self.size)[: room // 2]
+        window = (view.state or [1] * self.size)[: budget // 2]
         tokens = view.tokens
         twin = [i for i in range(len(tokens) - 1) if tokens[i] == tokens[-1]][-1:]
-        copied = tokens[twin[0] + 1 :][: room // 2] if twin else []
+        copied = tokens[twin[0] + 1 :][: budget // 2] if twin else []
         branches = union(chain(window, view.end), chain(copied, view.end))
         return Proposal(given.grow(branches), len(given))
 
@@ -62,20 +62,20 @@ class Heads(Drafter):
     """Heads on the hidden state of the last accepted node, taken from the pages."""
 
     def demand(self, view: View) -> Demand:
-        return _room(view, 2)
+        return _demand(view, 2)
 
-    def propose(self, view: View, room: int) -> Rounds:
+    def propose(self, view: View, budget: int) -> Rounds:
         yield from ()
         given = view.given()
         draft: list[int] = []
-        if room > 0 and view.pending() == 1 and view.end >= 2:
+        if budget > 0 and view.num_uncomputed() == 1 and view.end >= 2:
             feature = view.feature(view.end - 2)
             if view.state is not None:  # the pages and the last pass tell the same story
                 np.testing.assert_array_equal(feature, view.state)
             seed = int(feature.view(np.uint32)[0])
-            draft = [(seed >> (5 * i)) % VOCABULARY for i in range(min(room, 2))]
+            draft = [(seed >> (5 * i)) % VOCABULARY for i in range(min(budget, 2))]
         proposal = Proposal(given.grow(chain(draft, view.end)), len(given))
-        return proposal.asking(Wants(hidden=(1,)))
+        return proposal.with_wants(Wants(hidden=(1,)))
 
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> Any:
         return scores.hidden[1][verdict.keep[-1]]
@@ -87,14 +87,14 @@ class EarlyExit(Drafter):
     length = 4
 
     def demand(self, view: View) -> Demand:
-        return _room(view, self.length)
+        return _demand(view, self.length)
 
-    def propose(self, view: View, room: int) -> Rounds:
+    def propose(self, view: View, budget: int) -> Rounds:
         given = view.given()
-        if room <= 0:
+        if budget <= 0:
             return Proposal(given, len(given))
         graph, states, token = given, [], TokenId(0)
-        for i in range(room + 1):
+        for i in range(budget + 1):
             if i > 0:
                 graph = graph.grow(chain([token], view.end + i - 1))
             wants = Wants(nodes=(len(graph) - 1,), hidden=(1,))
@@ -110,11 +110,11 @@ class Beam(Drafter):
     depth, width = 3, 2
 
     def demand(self, view: View) -> Demand:
-        return _room(view, 12)
+        return _demand(view, 12)
 
-    def propose(self, view: View, room: int) -> Rounds:
+    def propose(self, view: View, budget: int) -> Rounds:
         given = view.given()
-        if room <= 0 or len(given) > 1:
+        if budget <= 0 or len(given) > 1:
             return Proposal(given, len(given))
         graph, states, level = given, np.zeros((0, 2), dtype=np.float32), [len(given) - 1]
         survivors: tuple[int, ...] | None = None
@@ -125,11 +125,11 @@ class Beam(Drafter):
             left = [node for i, node in enumerate(level) if i != 1]
             survivors = tuple(n for n in range(len(graph)) if n not in level or n in left)
             graph, states = graph.part(survivors), states[list(survivors)]
-            if depth == self.depth or len(graph) + self.width * len(left) > room + 1:
+            if depth == self.depth or len(graph) + self.width * len(left) > budget + 1:
                 break
             level = list(range(len(graph), len(graph) + self.width * len(left)))
             for node in left:
-                for token in scores.rivals(NodeId(node)):
+                for token in scores.candidates(NodeId(node)):
                     child = chain([token], view.end + depth)
                     graph = graph.grow(child, at=NodeId(survivors.index(node)))
         return Proposal(graph, 1, layers=(1, 2), hidden=states, survivors=survivors)
@@ -142,12 +142,12 @@ class WhileVerifying(Drafter):
     length = 3
 
     def demand(self, view: View) -> Demand:
-        return _room(view, self.length)
+        return _demand(view, self.length)
 
-    def propose(self, view: View, room: int) -> Rounds:
+    def propose(self, view: View, budget: int) -> Rounds:
         given, own = view.given(), view.given("draft")
-        draft = list(view.state or [])[:room]
-        while len(draft) < room:
+        draft = list(view.state or [])[:budget]
+        while len(draft) < budget:
             draft.append((yield from self._next(own, draft, view)))
         return Proposal(given.grow(chain(draft, view.end)), len(given))
 
@@ -159,7 +159,7 @@ class WhileVerifying(Drafter):
         scores = yield Proposal(graph, len(own), "draft", wants=wants)
         return scores.token(NodeId(len(graph) - 1))
 
-    def ahead(self, view: View, proposal: Proposal) -> Generator[Proposal, Scores, Any]:
+    def draft_ahead(self, view: View, proposal: Proposal) -> Generator[Proposal, Scores, Any]:
         draft = [int(t) for t in proposal.graph.tokens[proposal.given :]]
         own = view.given("draft")
         if not draft:
@@ -186,19 +186,19 @@ class Forking(Match):
 
 
 class Siblings(Drafter):
-    """Siblings draft for each other: what one said behind these two tokens, another may say."""
+    """Siblings draft for each other: the tokens that followed the last two elsewhere."""
 
     def demand(self, view: View) -> Demand:
-        return _room(view, 4)
+        return _demand(view, 4)
 
-    def propose(self, view: View, room: int) -> Rounds:
+    def propose(self, view: View, budget: int) -> Rounds:
         yield from ()
         given, ending, draft = view.given(), view.tokens[-2:], []
-        for sibling in view.siblings if room > 0 else ():
+        for sibling in view.siblings if budget > 0 else ():
             said = sibling.tokens
             for i in range(sibling.prompt_length, len(said) - 2):
                 if said[i : i + 2] == ending:
-                    draft = said[i + 2 : i + 2 + room]
+                    draft = said[i + 2 : i + 2 + budget]
         return Proposal(given.grow(chain(draft, view.end)), len(given))
 
 
@@ -211,9 +211,9 @@ def _filled(view: View, position: int) -> int:
 
 
 class MaskedBlock(Drafter):
-    """A block of masks, filled in over several passes; kept once it is read as plain tokens."""
+    """A block of masks, filled in over several passes; KV is kept once it is plain tokens."""
 
-    fills = (TARGET,)
+    masked_models = (TARGET,)
     size = 4
 
     def area(self, view: View) -> range:
@@ -222,18 +222,18 @@ class MaskedBlock(Drafter):
         return range(start, start + self.size)
 
     def demand(self, view: View) -> Demand:
-        return Demand(least=self.size, most=self.size, gain=1.0)
+        return Demand(min_nodes=self.size, max_nodes=self.size, gain=1.0)
 
-    def propose(self, view: View, room: int) -> Rounds:
+    def propose(self, view: View, budget: int) -> Rounds:
         yield from ()
         given = view.given()
-        if room <= 0:
+        if budget <= 0:
             return Proposal(given, len(given), offset=0)
         canvas = block([_filled(view, p) for p in self.area(view)], positions=self.area(view))
         return Proposal(given.grow(canvas), len(given), offset=0, wants=Wants(logprobs=0))
 
 
-def _guesses(graph: TokenGraph, scores: Scores, nodes: range) -> list[tuple[float, int, int]]:
+def _predictions(graph: TokenGraph, scores: Scores, nodes: range) -> list[tuple[float, int, int]]:
     """(confidence, position, token) of the masked nodes, surest first."""
     found = []
     for node in nodes:
@@ -252,48 +252,50 @@ class Unmask(Acceptor):
 
     def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
         nodes = range(proposal.given, len(proposal.graph))
-        chosen = _guesses(proposal.graph, scores, nodes)[: self.count]
+        chosen = _predictions(proposal.graph, scores, nodes)[: self.count]
         return Verdict(
             settled={Position(p): TokenId(t) for _, p, t in chosen},
             keep=tuple(NodeId(i) for i in range(proposal.given)),
         )
 
 
-class RivalBlocks(MaskedBlock):
-    """The block as it is, beside the block as it will be if the next guess holds."""
+class AssumedBlocks(MaskedBlock):
+    """The block as it is, next to the block as it will be if the next prediction holds."""
 
     def demand(self, view: View) -> Demand:
-        return Demand(least=self.size, most=2 * self.size, gain=2.0)
+        return Demand(min_nodes=self.size, max_nodes=2 * self.size, gain=2.0)
 
-    def propose(self, view: View, room: int) -> Rounds:
-        proposal = yield from super().propose(view, room)
+    def propose(self, view: View, budget: int) -> Rounds:
+        proposal = yield from super().propose(view, budget)
         area = self.area(view)
-        if room < 2 * self.size or not view.state or view.state[0] not in area:
+        if budget < 2 * self.size or not view.state or view.state[0] not in area:
             return proposal
         position, token = view.state
         now = [_filled(view, p) for p in area]
         if now[position - area.start] != MASK:
             return proposal
         then = [token if p == position else t for p, t in zip(area, now, strict=True)]
-        rivals = alternatives(block(now, positions=area), block(then, positions=area))
-        return replace(proposal, graph=view.given().grow(rivals))
+        both = alternatives(block(now, positions=area), block(then, positions=area))
+        return replace(proposal, graph=view.given().grow(both))
 
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> Any:
         nodes = range(proposal.given, proposal.given + self.size)
-        left = [g for g in _guesses(proposal.graph, scores, nodes) if g[1] not in verdict.settled]
+        left = [
+            g for g in _predictions(proposal.graph, scores, nodes) if g[1] not in verdict.settled
+        ]
         return (left[0][1], left[0][2]) if left else None
 
 
-class VerifyRivals(Unmask):
-    """One step of `Unmask`, and a second one if the first did what the rival block assumed."""
+class VerifyAssumed(Unmask):
+    """One step of `Unmask`, and a second one if the first did what the other block assumed."""
 
     def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
         size, start, graph = MaskedBlock.size, proposal.given, proposal.graph
-        [(_, position, token), *_] = _guesses(graph, scores, range(start, start + size))
+        [(_, position, token), *_] = _predictions(graph, scores, range(start, start + size))
         settled = {Position(position): TokenId(token)}
-        rival = range(start + size, len(graph))
-        if any(graph.positions[n] == position and graph.tokens[n] == token for n in rival):
-            for _, p, t in _guesses(graph, scores, rival)[:1]:
+        assumed = range(start + size, len(graph))
+        if any(graph.positions[n] == position and graph.tokens[n] == token for n in assumed):
+            for _, p, t in _predictions(graph, scores, assumed)[:1]:
                 settled[Position(p)] = TokenId(t)
         return Verdict(settled=settled, keep=tuple(NodeId(i) for i in range(start)))
 
@@ -302,11 +304,11 @@ class Pipeline(MaskedBlock):
     """Two blocks at once: the second starts before the first is done."""
 
     def demand(self, view: View) -> Demand:
-        return Demand(least=self.size, most=2 * self.size, gain=2.0)
+        return Demand(min_nodes=self.size, max_nodes=2 * self.size, gain=2.0)
 
-    def propose(self, view: View, room: int) -> Rounds:
-        proposal = yield from super().propose(view, room)
-        if room < 2 * self.size:
+    def propose(self, view: View, budget: int) -> Rounds:
+        proposal = yield from super().propose(view, budget)
+        if budget < 2 * self.size:
             return proposal
         area = range(self.area(view).stop, self.area(view).stop + self.size)
         second = block([_filled(view, p) for p in area], positions=area)
@@ -316,16 +318,16 @@ class Pipeline(MaskedBlock):
 class OutOfOrder(Drafter):
     """Causal attention over tokens in the order in which they were settled, not of positions."""
 
-    fills = (TARGET,)
+    masked_models = (TARGET,)
     window = 4
 
     def demand(self, view: View) -> Demand:
-        return Demand(least=2 * self.window, most=2 * self.window, gain=2.0)
+        return Demand(min_nodes=2 * self.window, max_nodes=2 * self.window, gain=2.0)
 
-    def propose(self, view: View, room: int) -> Rounds:
+    def propose(self, view: View, budget: int) -> Rounds:
         yield from ()
         given = view.given()
-        if room <= 0:
+        if budget <= 0:
             return Proposal(given, len(given), offset=0)
         kept = set(view.kept())
         ready = [p for p in sorted(view.canvas) if p not in kept]
@@ -343,9 +345,9 @@ class DualCache(MaskedBlock):
     refresh = 3
 
     def demand(self, view: View) -> Demand:
-        return Demand(least=view.limit, most=view.limit, gain=1.0)
+        return Demand(min_nodes=view.limit, max_nodes=view.limit, gain=1.0)
 
-    def propose(self, view: View, room: int) -> Rounds:
+    def propose(self, view: View, budget: int) -> Rounds:
         yield from ()
         fresh = view.steps % self.refresh and len(view.kept()) > 0
         places = self.area(view) if fresh else range(view.limit)
@@ -355,13 +357,13 @@ class DualCache(MaskedBlock):
 
 
 class UnmaskAndReuse(Acceptor):
-    """Settles the surest mask of the block in front and keeps all entries for reuse."""
+    """Settles the surest mask of the block in front and keeps all KV for reuse."""
 
     def accept(self, view: View, proposal: Proposal, scores: Scores) -> Verdict:
         graph = proposal.graph
         end = (view.end // MaskedBlock.size + 1) * MaskedBlock.size
-        guesses = [g for g in _guesses(graph, scores, range(len(graph))) if g[1] < end]
-        _, position, token = guesses[0]
+        found = [g for g in _predictions(graph, scores, range(len(graph))) if g[1] < end]
+        _, position, token = found[0]
         return Verdict(
             settled={Position(position): TokenId(token)},
             reuse=tuple(NodeId(i) for i in range(len(graph))),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outstride.core.contracts import agreeing
+from outstride.core.contracts import accepted_nodes
 from outstride.core.graph import (
     ROOT,
     Mixture,
@@ -45,7 +45,7 @@ def test_tree() -> None:
     assert not graph.is_linear
 
 
-def test_blocks_see_themselves_and_what_lies_above() -> None:
+def test_blocks_see_themselves_and_their_ancestors() -> None:
     graph = chain([1], 0).grow(block([2, 3], 1)).grow(block([4, 5], 3))
     assert seen(graph, 1) == [0, 1, 2]
     assert seen(graph, 3) == [0, 1, 2, 3, 4]
@@ -82,11 +82,11 @@ def test_trees_need_parents_first(parents: list[int]) -> None:
         tree([1, 2] if len(parents) == 2 else [1], parents, 0)
 
 
-def test_agreeing_leaves_the_last_token_to_be_read() -> None:
+def test_accepted_nodes_leave_the_last_token_uncomputed() -> None:
     graph = chain([1, 2], 0).grow(tree([3, 9, 4, 5], [-1, -1, 0, 2], 2))
-    assert agreeing(graph, 2, [1, 2, 3, 4, 7]) == [0, 1, 2, 4]
-    assert agreeing(graph, 2, [1, 2, 3, 4]) == [0, 1, 2]
-    assert agreeing(graph, 2, [1, 2, 8]) == [0, 1]
+    assert accepted_nodes(graph, 2, [1, 2, 3, 4, 7]) == [0, 1, 2, 4]
+    assert accepted_nodes(graph, 2, [1, 2, 3, 4]) == [0, 1, 2]
+    assert accepted_nodes(graph, 2, [1, 2, 8]) == [0, 1]
 
 
 def test_starts_with() -> None:
@@ -99,7 +99,7 @@ def test_starts_with() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_part_sees_what_it_saw(seed: int) -> None:
-    """Of any graph: whoever is left sees the same nodes as before, and is what it was."""
+    """In any graph: the remaining nodes see the same nodes as before and are unchanged."""
     rng = np.random.default_rng(seed)
     pieces = chain([1, 2], 0).grow(tree([3, 4, 5, 6], [-1, -1, 0, 1], 2), at=NodeId(1))
     soft = block([Mixture((1, 2), (0.5, 0.5)), 9], 2)
@@ -118,23 +118,23 @@ def test_a_part_sees_what_it_saw(seed: int) -> None:
     assert np.array_equal(whole.sees, graph.sees)
 
 
-def test_a_part_leaves_out_nothing_that_it_sees() -> None:
+def test_a_part_contains_all_nodes_that_it_sees() -> None:
     graph = chain([1], 0).grow(tree([2, 3, 4], [-1, 0, 0], 1))
     assert graph.part([0, 1, 3]).is_chain
     for nodes in ([0, 2], [1, 2, 3], [3]):
-        with pytest.raises(ValueError, match="all that its nodes see"):
+        with pytest.raises(ValueError, match="all nodes that its nodes see"):
             graph.part(nodes)
     for nodes in ([0, 3, 1], [0, 0], [-1, 0]):
-        with pytest.raises(ValueError, match="in order"):
+        with pytest.raises(ValueError, match="rising order"):
             graph.part(nodes)
-    with pytest.raises(ValueError, match="all that its nodes see"):
+    with pytest.raises(ValueError, match="all nodes that its nodes see"):
         block([1, 2, 3]).part([0, 2])
     assert len(graph.part([])) == 0
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_draft_in_one_go(seed: int) -> None:
-    """What most steps propose is made directly; it is what growing makes of the same pieces."""
+def test_drafted_equals_grow(seed: int) -> None:
+    """The shortcut of most steps builds the same graph as `grow`."""
     rng = np.random.default_rng(seed)
     given = chain(rng.integers(0, 9, int(rng.integers(1, 4))), 7, probe=bool(seed % 2))
     size = int(rng.integers(1, 12))
@@ -149,7 +149,7 @@ def test_a_draft_in_one_go(seed: int) -> None:
         drafted(given, [1, 2], [-1, 1], start)
 
 
-def test_shapes_that_are_known_are_those_that_would_be_found() -> None:
+def test_cached_properties_equal_computed_ones() -> None:
     trees = [tree([1, 2, 3], parents, 0) for parents in ([-1, 0, 1], [-1, 0, 0], [-1, -1, 1])]
     for graph in (*trees, block([1]), block([1, 2]), chain([1, 2]).grow(trees[1])):
         anew = replace(graph)  # without what was said when it was made

@@ -1,4 +1,4 @@
-"""Parameters refuse what cannot be meant, and say what can."""
+"""Sampling parameters reject invalid values and name valid ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_impossible_values_are_named(values: dict[str, Any]) -> None:
         SamplingParams(**values)
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_names_are_rejected() -> None:
     with pytest.raises(InvalidParams, match="temprature"):
         SamplingParams.from_dict({"temprature": 1})
 

@@ -1,4 +1,4 @@
-"""A target that says what it was told to, for drafters that need no model."""
+"""A target with a scripted answer, for drafters that need no model."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 
 from outstride import registry
 from outstride.core.contracts import CAUSAL, Drafter
+from outstride.core.draft_tree import DraftTree
 from outstride.core.graph import NodeId
-from outstride.core.guess import Guess
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import Proposal, Scores, Verdict
-from outstride.core.sequence import Sequence, Table, View
+from outstride.core.sequence import BlockTable, Sequence, View
 
 registry.discover()
 MATCH = registry.build("plain").acceptor
 
 
 class Script:
-    """One request whose answer is known. `candidates` says what the target has in mind behind a path.
+    """One request whose answer is known. `candidates` gives the target's top candidates after a path.
 
     The path is all tokens up to a node; on the way of the answer, its next token comes first.
     """
@@ -54,32 +54,32 @@ class Script:
     @property
     def view(self) -> View:
         read = list(range(len(self.sequence.tokens) - 1))
-        self.sequence.tables["target"] = Table(positions=read)
+        self.sequence.tables["target"] = BlockTable(positions=read)
         return View(self.sequence, {"target": CAUSAL}, self.sequence.limit, allotted=1)
 
     @property
     def done(self) -> bool:
         return len(self.sequence.output) == len(self.answer)
 
-    def guess(self, room: int = 64) -> Guess:
-        """What the drafter guesses now."""
-        rounds = self.drafter.guess(self.view, room)
+    def draft(self, budget: int = 64) -> DraftTree:
+        """The drafter's tree for the text so far."""
+        rounds = self.drafter.draft_tree(self.view, budget)
         try:
             next(rounds)
         except StopIteration as stop:
-            guess: Guess = stop.value
-            return guess
+            draft: DraftTree = stop.value
+            return draft
         raise AssertionError("it asked a model")
 
-    def step(self, room: int = 64) -> Proposal:
+    def step(self, budget: int = 64) -> Proposal:
         """One pass over what the drafter proposes."""
         view = self.view
-        rounds = self.drafter.propose(view, room)
+        rounds = self.drafter.propose(view, budget)
         try:
             next(rounds)
         except StopIteration as stop:
             proposal: Proposal = stop.value
-        assert len(proposal.graph) <= proposal.given + room
+        assert len(proposal.graph) <= proposal.given + budget
         scores = self._score(proposal)
         verdict = MATCH.accept(view, proposal, scores)
         tokens = list(verdict.settled.values())[: len(self.answer) - len(self.sequence.output)]
@@ -115,13 +115,13 @@ class Script:
         return Scores(nodes=np.arange(proposal.root, len(graph)), best=table[proposal.root :])
 
 
-def paths(guess: Guess) -> list[list[int]]:
-    """Every leaf of a guess, as the tokens that lead to it."""
+def paths(draft: DraftTree) -> list[list[int]]:
+    """Every leaf of a draft tree, as the tokens that lead to it."""
     found = []
-    for leaf in sorted(set(range(len(guess))) - set(guess.parents)):
+    for leaf in sorted(set(range(len(draft))) - set(draft.parents)):
         path, node = [], leaf
         while node >= 0:
-            path.append(guess.tokens[node])
-            node = guess.parents[node]
+            path.append(draft.tokens[node])
+            node = draft.parents[node]
         found.append(path[::-1])
     return found

@@ -1,4 +1,4 @@
-"""What `consensus` promises: siblings' votes decide, agreement counts, alone it is silent."""
+"""`consensus`: siblings' votes decide, agreement counts, a single sample drafts nothing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PROMPT = [1, 2, 3]
 
 
 def family(drafter: Consensus, own: list[int], *others: list[int]) -> Script:
-    """A request that has said `own`, and its siblings, heard up to now."""
+    """A request with the output `own`, and its siblings, all indexed."""
     scripts = [Script(drafter, PROMPT, [0] * 40) for _ in range(1 + len(others))]
     group = [script.sequence for script in scripts]
-    for index, (sequence, said) in enumerate(zip(group, [own, *others], strict=True)):
+    for index, (sequence, output) in enumerate(zip(group, [own, *others], strict=True)):
         sequence.index = index
-        sequence.tokens += said
+        sequence.tokens += output
         sequence.group = group
     hear(scripts[0])
     return scripts[0]
@@ -37,52 +37,52 @@ def hear(script: Script) -> None:
 
 
 def test_the_majority_comes_first() -> None:
-    said = [[10, 11, 50, 51], [10, 11, 60, 61, 62], [10, 11, 60, 61, 63]]
-    guess = family(Consensus(), [10, 11], *said).guess()
-    assert guess.tokens[:2] == [60, 61]
-    assert [50, 51] in paths(guess)
-    chances = dict(zip(guess.tokens, guess.chances, strict=True))
-    assert chances[60] == pytest.approx(2 * chances[50])
-    signs = dict(zip(guess.tokens, guess.signs, strict=True))
-    assert signs[60] != signs[50]
+    output = [[10, 11, 50, 51], [10, 11, 60, 61, 62], [10, 11, 60, 61, 63]]
+    draft = family(Consensus(), [10, 11], *output).draft()
+    assert draft.tokens[:2] == [60, 61]
+    assert [50, 51] in paths(draft)
+    rates = dict(zip(draft.tokens, draft.rates, strict=True))
+    assert rates[60] == pytest.approx(2 * rates[50])
+    keys = dict(zip(draft.tokens, draft.keys, strict=True))
+    assert keys[60] != keys[50]
 
 
 def test_agreement_further_back_weighs_more() -> None:
     far, near = [7, 8, 9, 10, 11, 70], [4, 5, 6, 10, 11, 80]
-    guess = family(Consensus(), [7, 8, 9, 10, 11], near, near, far).guess()
-    assert guess.tokens[0] == 70
+    draft = family(Consensus(), [7, 8, 9, 10, 11], near, near, far).draft()
+    assert draft.tokens[0] == 70
 
 
 def test_the_prompt_is_a_place_to_agree_on() -> None:
-    """Behind the prompt's last word everybody is at the same place, whoever is ahead."""
-    assert family(Consensus(), [], [20, 21, 22]).guess().tokens == [20, 21, 22]
+    """After the prompt's last token all samples are at the same place, even if some are ahead."""
+    assert family(Consensus(), [], [20, 21, 22]).draft().tokens == [20, 21, 22]
 
 
 def test_siblings_are_heard_as_they_go_on_and_nothing_twice() -> None:
     script = family(Consensus(), [10, 11], [10, 11])
-    assert len(script.guess()) == 0
+    assert len(script.draft()) == 0
     sibling = script.sequence.group[1]
     sibling.tokens += [12, 13]
     hear(script)
     hear(script)
-    assert script.guess().tokens == [12, 13]
+    assert script.draft().tokens == [12, 13]
     assert all(len(set(p)) == len(p) for p in script.sequence.state.places.values())
 
 
 def test_alone_it_asks_for_nothing() -> None:
     script = family(Consensus(), [10, 11])
-    assert script.drafter.demand(script.view).most == 0
-    assert family(Consensus(), [10, 11], [10]).drafter.demand(script.view).most == 0
+    assert script.drafter.demand(script.view).max_nodes == 0
+    assert family(Consensus(), [10, 11], [10]).drafter.demand(script.view).max_nodes == 0
     both = family(Consensus(size=5), [10, 11], [10])
-    assert both.drafter.demand(both.view).most == 5
+    assert both.drafter.demand(both.view).max_nodes == 5
 
 
 def test_room_and_length_are_kept() -> None:
-    said = [[10, 11, *range(20 + 10 * i, 29 + 10 * i)] for i in range(6)]
+    output = [[10, 11, *range(20 + 10 * i, 29 + 10 * i)] for i in range(6)]
     for size, length in ((4, 2), (30, 3)):
-        guess = family(Consensus(size=size, length=length), [10, 11], *said).guess(12)
-        assert len(guess) == min(size, 12)
-        assert max(map(len, paths(guess))) <= length
+        draft = family(Consensus(size=size, length=length), [10, 11], *output).draft(12)
+        assert len(draft) == min(size, 12)
+        assert max(map(len, paths(draft))) <= length
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])

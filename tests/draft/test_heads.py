@@ -1,4 +1,4 @@
-"""Heads start from the state of the node that chose the last token, and from no other."""
+"""Medusa heads start from the hidden state of the node that chose the last token, and no other."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import pytest
 from outstride import registry
 from outstride.core.params import SamplingParams
 from outstride.core.sequence import View
-from outstride.errors import IntegrityError
+from outstride.errors import IntegrityError, UnsupportedModel
 from tests.conformance.harness import Bench, some_prompts
 
 
-@pytest.mark.parametrize("spec", ["heads:from=heads", "heads:from=chained"])
-def test_another_state_is_noticed(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The toy knows which state it should be: this is what keeps all other tests honest."""
+@pytest.mark.parametrize("spec", ["heads:from=heads", "heads:from=sequential"])
+def test_another_hidden_state_is_noticed(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy model knows which hidden state it should be: all other tests rely on that."""
     prompts, params = some_prompts(2, 3), SamplingParams(max_tokens=12, ignore_eos=True)
     Bench().run(prompts, registry.build(spec), params)
     read = View.feature
     monkeypatch.setattr(View, "feature", lambda view, at: read(view, max(0, at - 1)))
-    with pytest.raises(IntegrityError, match="starts from another state"):
+    with pytest.raises(IntegrityError, match="starts from another hidden state"):
         Bench().run(prompts, registry.build(spec), params)
 
 
-@pytest.mark.parametrize("spec", ["heads:from=heads", "heads:from=chained"])
-def test_states_survive_preemption_forks_and_prefixes(spec: str) -> None:
+@pytest.mark.parametrize("spec", ["heads:from=heads", "heads:from=sequential"])
+def test_hidden_states_survive_preemption_forks_and_prefix_hits(spec: str) -> None:
     prompt = some_prompts(2, 1)[0] * 3
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.8, seed=5, n=3)
     plain, found = (
@@ -33,3 +33,17 @@ def test_states_survive_preemption_forks_and_prefixes(spec: str) -> None:
     for one, other in zip(plain, found, strict=True):
         assert [s.output for s in one.group] == [s.output for s in other.group]
     assert sum(s.counts.accepted for leader in found for s in leader.group) > 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "match"),
+    [
+        ("heads:from=block", "is BlockDraftHead .* drafts with MedusaDraftHead"),
+        ("block-drafter:from=eagle", "is EagleDraftHead .* drafts with BlockDraftHead"),
+        ("eagle:from=heads", "is MedusaDraftHead .* drafts with EagleDraftHead"),
+        ("prompt-tokens:from=heads", "drafts with PromptTokensHead; pass from=FOLDER"),
+    ],
+)
+def test_a_draft_head_of_another_kind_is_an_error(spec: str, match: str) -> None:
+    with pytest.raises(UnsupportedModel, match=match):
+        Bench().run(some_prompts(2, 1), registry.build(spec), SamplingParams(max_tokens=8))

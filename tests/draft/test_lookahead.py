@@ -1,4 +1,4 @@
-"""What `lookahead` promises: a window that refines itself beside verified runs, in one pass."""
+"""`lookahead`: a window that refines itself next to verified runs, in one pass."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from outstride import registry
 from outstride.core.graph import NodeId
 from outstride.core.proposal import Proposal, Scores, Verdict
 from outstride.core.sequence import View
-from outstride.draft.lookahead import Lookahead, Pool, Rows
+from outstride.draft.lookahead import Lookahead, NGramPool, Rows
 from outstride.errors import UnknownMethod
 from tests.conformance.harness import SAMPLINGS, Bench, some_prompts
 from tests.draft.script import Script, paths
 
 
 def follow(path: list[int]) -> list[int]:
-    """A target whose next token depends on the last one alone, and never soon repeats itself."""
+    """A target whose next token depends on the last one alone, with a long period."""
     return [(path[-1] * 5 + 3) % 1009]
 
 
@@ -27,7 +27,7 @@ def chain_of(start: int, count: int) -> list[int]:
 
 
 def test_the_window_is_one_graph_with_the_runs() -> None:
-    """The front row may be kept, columns are probes, all at the positions that they guess for."""
+    """The front row may be kept, columns are probes, all at the positions that they stand for."""
     drafter = Lookahead(window=3, level=4, branches=2)
     answer = chain_of(7, 20)
     script = Script(drafter, [1, 2, 7], answer, candidates=follow)
@@ -58,7 +58,7 @@ def test_the_window_is_one_graph_with_the_runs() -> None:
 
 
 def by_place(path: list[int]) -> list[int]:
-    """A target whose tokens depend on their position alone: one look ahead is enough to know them."""
+    """A target whose tokens depend on their position alone: one pass is enough to know them."""
     return [200 + len(path)]
 
 
@@ -76,7 +76,7 @@ def test_the_window_refines_itself_to_the_answer(level: int) -> None:
 
 
 def test_a_window_that_is_not_refined_is_noticed() -> None:
-    """The fault that the test above is for, planted: guesses stay what they were."""
+    """The fault that the test above is for, planted: the window stays as it was."""
 
     class Stubborn(Lookahead):
         def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> Rows:
@@ -87,7 +87,7 @@ def test_a_window_that_is_not_refined_is_noticed() -> None:
     assert script.passes > 0.8 * len(answer)
 
 
-def test_every_run_in_the_pool_was_written_by_the_target() -> None:
+def test_every_run_in_the_pool_was_predicted_by_the_target() -> None:
     """A column is as long as the level: its last token is the target's, the others were its input."""
     drafter = Lookahead(window=4, level=3, branches=3)
     Script(drafter, [1, 2, 7], chain_of(7, 30), candidates=follow).run()
@@ -99,7 +99,7 @@ def test_every_run_in_the_pool_was_written_by_the_target() -> None:
             assert run[-1] == follow([run[-2]])[0]
 
 
-def test_what_was_written_along_rejected_guesses_is_a_last_resort() -> None:
+def test_runs_along_rejected_guesses_are_drafted_last() -> None:
     for recycle in (False, True):
         drafter = Lookahead(window=4, level=3, branches=2, recycle=recycle)
         script = Script(drafter, [1, 2, 7], chain_of(7, 30), candidates=follow)
@@ -109,30 +109,30 @@ def test_what_was_written_along_rejected_guesses_is_a_last_resort() -> None:
         assert (len(spares) > 0) == recycle
         last = script.sequence.tokens[-1]
         spares.add((last, 901, 902))
-        assert ([901, 902] in paths(script.guess())) == recycle
+        assert ([901, 902] in paths(script.draft())) == recycle
         for second in (801, 802):
             drafter._pools.of("").add((last, second, second + 50))
-        assert 901 not in script.guess().tokens, "there are better ones now"
+        assert 901 not in script.draft().tokens, "there are better ones now"
 
 
-def test_retrieval_drafts_what_the_text_has_said() -> None:
+def test_retrieval_drafts_runs_of_the_text() -> None:
     text = [4, 5, 6, 7, 8, 9]
     asked = []
     for retrieve in (True, False):
         script = Script(Lookahead(retrieve=retrieve), [*text, 1, 2, 4], [5, 6, 7, 8, 9, 30])
         script.step()
-        asked.append([path[:3] for path in paths(script.guess())])
+        asked.append([path[:3] for path in paths(script.draft())])
         script.run()
     assert [6, 7, 8] in asked[0]
     assert [6, 7, 8] not in asked[1]
 
 
-@pytest.mark.parametrize("room", range(1, 40))
-def test_any_room_is_enough(room: int) -> None:
+@pytest.mark.parametrize("budget", range(1, 40))
+def test_any_room_is_enough(budget: int) -> None:
     drafter = Lookahead(window=4, level=4, branches=3, retrieve=True)
     script = Script(drafter, [1, 2, 7], chain_of(7, 25), candidates=follow)
     while not script.done:
-        script.step(room)
+        script.step(budget)
     assert script.sequence.output == script.answer
 
 
@@ -145,7 +145,7 @@ def test_no_probe_is_ever_kept() -> None:
 
 
 def test_the_pool_is_bounded_and_forgets_the_oldest() -> None:
-    pool = Pool(most=10, each=3)
+    pool = NGramPool(capacity=10, per_token=3)
     for first in range(50):
         for second in range(8):
             pool.add((first, second))

@@ -1,4 +1,4 @@
-"""What `prune` promises: plain's text, early layers that decide, nothing twice, nothing left over."""
+"""`prune`: the text of plain, decisions of the early layers, no layer computed twice, no leaks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from outstride import registry
 from outstride.cache.pool import Moves, PagePool
-from outstride.core.contracts import Demand, Drafter, Method, Pending, Rounds, Work
+from outstride.core.contracts import Demand, Drafter, Method, PassInput, PendingPass, Rounds
 from outstride.core.graph import NodeId, TokenGraph, chain, drafted
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import Proposal
@@ -27,28 +27,29 @@ from outstride.errors import IntegrityError, MethodFailed, UnknownMethod
 from outstride.models.config import DecoderConfig
 from outstride.models.decoder import Decoder
 from outstride.models.toy import Toy
-from outstride.ops.contract import Model, Ops
+from outstride.ops.contract import Ops
 from outstride.ops.cpu import Cpu, native
 from outstride.ops.reference import Reference
+from outstride.ops.weights import ModelWeights
 from tests.conformance.harness import SAMPLINGS, Bench, alone, some_prompts, toy_method, yardstick
 from tests.draft.script import MATCH
 from tests.models.drive import Hand, logits, random_decoder, tiny
 
 SPEC = "prune:of=recycle:size=16,depth=4,keep=5"
-IMPLEMENTATIONS: dict[str, Callable[[Model], Ops]] = {"reference": Reference}
+IMPLEMENTATIONS: dict[str, Callable[[ModelWeights], Ops]] = {"reference": Reference}
 if native.library_path() is not None:
     IMPLEMENTATIONS["cpu"] = Cpu.of
 
 
 class Watched(Prune):
-    """Remembers each tree, what it stands behind, and what was left of it."""
+    """Records each tree, the text before it, and its survivors."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.seen: list[tuple[list[int], TokenGraph, Proposal]] = []
 
-    def propose(self, view: View, room: int) -> Rounds:
-        rounds, whole, scores = super().propose(view, room), None, None
+    def propose(self, view: View, budget: int) -> Rounds:
+        rounds, whole, scores = super().propose(view, budget), None, None
         while True:
             try:
                 whole = rounds.send(scores)  # type: ignore[arg-type]
@@ -63,10 +64,10 @@ class Watched(Prune):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_any_company_on_few_pages(seed: int) -> None:
-    """Seeds, samplings, neighbours and preemptions in the middle of it all."""
+def test_any_batch_on_few_pages(seed: int) -> None:
+    """Seeds, sampling parameters, other requests and preemptions."""
     rng = random.Random(seed)
-    prompts = some_prompts(50 + seed, 8, most=24)
+    prompts = some_prompts(50 + seed, 8, max_length=24)
     kinds = [replace(SAMPLINGS[rng.choice(list(SAMPLINGS))], seed=seed) for _ in prompts]
     kinds[0], kinds[1] = SAMPLINGS["greedy"], replace(SAMPLINGS["sampled"], seed=seed)
     specs = [SPEC, SPEC, *(rng.choice([SPEC, "prune", "plain", "early-exit"]) for _ in range(6))]
@@ -96,7 +97,7 @@ def run(on: Engine, prompts: list[list[int]], specs: Sequence[str], sampled: boo
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
 def test_real_arithmetic(ops: str, sampled: bool) -> None:
-    """The same bits, though entries moved up between two layers of one pass."""
+    """The same bits, although KV is moved between two layers of one pass."""
     rng = random.Random(3)
     prompts = [[rng.randrange(1, 97) for _ in range(rng.randrange(1, 30))] for _ in range(10)]
     prune = "prune:of=recycle:size=20,depth=4,layer=2,keep=12"
@@ -115,8 +116,8 @@ def test_real_arithmetic(ops: str, sampled: bool) -> None:
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
-def test_stored_states_are_those_of_survivors(ops: str) -> None:
-    """What is stored beside entries for trained parts, before the cut and after it, moves along."""
+def test_stored_hidden_states_are_those_of_survivors(ops: str) -> None:
+    """The hidden states stored for draft heads, before the cut and after it, move with the KV."""
     found: list[list[Any]] = []
     for spec in ("plain", "prune:of=recycle:size=20,depth=4,layer=2,keep=12"):
         make = IMPLEMENTATIONS[ops]
@@ -137,7 +138,7 @@ def test_stored_states_are_those_of_survivors(ops: str) -> None:
 
 
 def first_layers(
-    config: DecoderConfig, count: int, make: Callable[[Model], Ops]
+    config: DecoderConfig, count: int, make: Callable[[ModelWeights], Ops]
 ) -> tuple[Decoder, Decoder]:
     """A model that ends after some layers, and one that does not, with the same weights."""
     source = torch.Generator().manual_seed(4)
@@ -157,7 +158,7 @@ def first_layers(
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
 def test_early_candidates_are_those_of_the_first_layers_alone(ops: str) -> None:
-    """Every cut is compared with a model that has no other layers, read in plain passes."""
+    """Every cut is compared with a model that has no other layers, in plain passes."""
     layer, keep = 2, 6
     short, whole = first_layers(tiny(layers=4), layer, IMPLEMENTATIONS[ops])
     drafter = Watched(of="recycle:size=14,depth=3", layer=layer, keep=keep)
@@ -174,8 +175,8 @@ def test_early_candidates_are_those_of_the_first_layers_alone(ops: str) -> None:
             parent = int(graph.parents[node])
             above = [int(graph.tokens[n]) for n in graph.path(NodeId(parent))]
             row = logits(Hand(short, list(range(8))).run(chain([*tokens[:-1], *above])))[-1]
-            foreseen = np.argsort(-row, kind="stable")[:keep].tolist()
-            if parent in expected and int(graph.tokens[node]) in foreseen:
+            predicted = np.argsort(-row, kind="stable")[:keep].tolist()
+            if parent in expected and int(graph.tokens[node]) in predicted:
                 expected.add(node)
         assert proposal.survivors == tuple(sorted(expected))
         left, cut = left + len(expected) - 1, cut + len(graph) - len(expected)
@@ -188,7 +189,7 @@ def test_each_layer_sees_a_node_once(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[tuple[tuple[int, int], int]] = []
     original = Toy.forward
 
-    def forward(self: Toy, work: Sequence[Work]) -> Pending:
+    def forward(self: Toy, work: Sequence[PassInput]) -> PendingPass:
         for item in work:
             if item.proposal.layers is not None:
                 assert item.first == 0
@@ -203,7 +204,7 @@ def test_each_layer_sees_a_node_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(b for _, b in sizes) < 0.7 * sum(a for a, _ in sizes)
 
 
-def test_keeping_all_is_not_pruning() -> None:
+def test_keeping_all_candidates_prunes_nothing() -> None:
     """With as many candidates as there are tokens nothing is cut off, and passes are the drafter's."""
     prompts, params = some_prompts(7, 4), SAMPLINGS["sampled"]
     counts = []
@@ -235,24 +236,24 @@ def compare(method: Method) -> None:
     prompts, params = some_prompts(1, 5), SAMPLINGS["sampled"]
     expected = [alone(prompt, params) for prompt in prompts]
     same = [s.output for s in Bench().run(prompts, method, params)] == expected
-    assert same  # told in one word: what differs, and where, is of no interest here
+    assert same  # a plain bool: the difference itself is of no interest
 
 
 class Wrong(Prune):
-    """Hands over something else than it should."""
+    """Hands over the wrong hidden states or nodes."""
 
     def spoilt(self, proposal: Proposal) -> Proposal:
         raise NotImplementedError
 
-    def propose(self, view: View, room: int) -> Rounds:
-        proposal = yield from super().propose(view, room)
+    def propose(self, view: View, budget: int) -> Rounds:
+        proposal = yield from super().propose(view, budget)
         if proposal.survivors is None or len(proposal.graph) < 3:
             return proposal
         return self.spoilt(proposal)
 
 
 class WrongStates(Wrong):
-    """A survivor goes on from its neighbour's state."""
+    """A survivor goes on from the hidden state of the node next to it."""
 
     def spoilt(self, proposal: Proposal) -> Proposal:
         assert proposal.hidden is not None
@@ -260,7 +261,7 @@ class WrongStates(Wrong):
 
 
 class OnlyOneWrongState(Wrong):
-    """The last survivor goes on from the root's state."""
+    """The last survivor goes on from the hidden state of the root."""
 
     def spoilt(self, proposal: Proposal) -> Proposal:
         assert proposal.hidden is not None
@@ -270,7 +271,7 @@ class OnlyOneWrongState(Wrong):
 
 
 @pytest.mark.parametrize("kind", [WrongStates, OnlyOneWrongState])
-def test_states_of_other_nodes_are_noticed(kind: type[Prune]) -> None:
+def test_hidden_states_of_other_nodes_are_noticed(kind: type[Prune]) -> None:
     options: dict[str, Any] = {"of": "recycle:size=12,depth=4", "keep": 6}
     compare(toy_method(Prune(**options), MATCH))
     with pytest.raises((AssertionError, IntegrityError)):
@@ -282,14 +283,14 @@ def _stay(self: PagePool, table: Any, nodes: Sequence[int]) -> Moves:
 
 
 def _neighbours(self: PagePool, table: Any, nodes: Sequence[int]) -> Moves:
-    """Takes the entry before a survivor's: most often that of a node that was cut off."""
+    """Takes the KV before a survivor's: most often that of a pruned node."""
     slots = self.slots(table, nodes[-1] + 1).tolist()
     wrong = [(slots[n - 1], slots[i]) for i, n in enumerate(nodes) if n != i]
     return Moves([source for source, _ in wrong], [target for _, target in wrong])
 
 
 @pytest.mark.parametrize("fault", [_stay, _neighbours])
-def test_entries_of_pruned_nodes_are_noticed(
+def test_kv_of_pruned_nodes_is_noticed(
     fault: Callable[..., Moves], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PagePool, "close_up", fault)
@@ -299,34 +300,34 @@ def test_entries_of_pruned_nodes_are_noticed(
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
 @pytest.mark.parametrize("fault", [_stay, _neighbours])
-def test_they_change_what_a_real_model_says(
+def test_they_change_the_text_of_a_real_model(
     ops: str, fault: Callable[..., Moves], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The toy names the entry; a decoder only says something else, in time."""
+    """The toy detects the wrong KV; with a decoder the text differs sooner or later."""
     prompts = [[i, i + 1] for i in range(0, 90, 9)]
     specs = ["prune:of=recycle:size=20,depth=4,layer=2,keep=12"] * len(prompts)
 
-    def said(spec: list[str]) -> list[list[int]]:
+    def text(spec: list[str]) -> list[list[int]]:
         target = random_decoder(tiny(layers=3), pages=200, make_ops=IMPLEMENTATIONS[ops])
         return [s.output for s in run(Engine({"target": target}), prompts, spec, sampled=False)]
 
-    plain = said(["plain"] * len(prompts))
+    plain = text(["plain"] * len(prompts))
     monkeypatch.setattr(PagePool, "close_up", fault)
-    assert said(specs) != plain
+    assert text(specs) != plain
 
 
 class Choosy(Drafter):
-    """Two rounds over a tree of three, of which it goes on with those that it was told to."""
+    """Two rounds over a tree of three, of which it goes on with the given survivors."""
 
     def __init__(self, survivors: tuple[int, ...], graph: Callable[[TokenGraph], TokenGraph]):
         self.survivors, self.graph = survivors, graph
 
     def demand(self, view: View) -> Demand:
-        return Demand(most=3 if view.end + 2 < view.limit else 0, gain=1.0)
+        return Demand(max_nodes=3 if view.end + 2 < view.limit else 0, gain=1.0)
 
-    def propose(self, view: View, room: int) -> Rounds:
+    def propose(self, view: View, budget: int) -> Rounds:
         given = view.given()
-        if room < 3 or len(given) > 1:
+        if budget < 3 or len(given) > 1:
             return Proposal(given, len(given))
         graph = drafted(given, [3, 4, 5], [-1, 0, -1], view.end)
         wide = Proposal(graph, 1, layers=(0, 1))
@@ -339,14 +340,14 @@ class Choosy(Drafter):
 @pytest.mark.parametrize(
     ("survivors", "graph", "complaint"),
     [
-        ((0, 2), lambda g: g.part([0, 1]), "all that its nodes see"),
-        ((0, 1, 1), lambda g: g.part([0, 1, 2]), "in order"),
+        ((0, 2), lambda g: g.part([0, 1]), "all nodes that its nodes see"),
+        ((0, 1, 1), lambda g: g.part([0, 1, 2]), "rising order"),
         ((0, 3), lambda g: g.part([0, 1]), "graph or survivors"),
         ((1, 2), lambda g: g.part([0, 1]), "graph or survivors"),
         ((), lambda g: g.part([0]), "graph or survivors"),
     ],
 )
-def test_survivors_that_cannot_be_are_refused(
+def test_impossible_survivors_are_refused(
     survivors: tuple[int, ...], graph: Callable[[TokenGraph], TokenGraph], complaint: str
 ) -> None:
     """Children without parents, one twice, another graph, and nothing given."""

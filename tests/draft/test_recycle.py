@@ -1,4 +1,4 @@
-"""What `recycle` promises: every scored node teaches, trees keep their shape, tenants are apart."""
+"""`recycle`: it learns from every scored node, trees keep their shape, tenants share nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outstride.core.graph import tree
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import View
-from outstride.draft.recycle import CHANCES, WIDTH, Recycle, Successors, Template
+from outstride.draft.recycle import RANK_PRIOR, WIDTH, Recycle, SuccessorTable, TreeTemplate
 from outstride.errors import UnknownMethod
 from tests.conformance.harness import Bench, some_prompts, toy_method
 from tests.draft.script import MATCH, Script, paths
@@ -26,7 +26,7 @@ def test_it_learns_from_rejected_nodes() -> None:
     table = drafter._tables.of("")
     table.learn(np.asarray([5]), np.asarray([[20, 21, 22, 23, 24, 25, 26, 27]]))
     script = Script(drafter, [1, 5], [80, 81, 82, 83], candidates=follow)
-    assert set(script.guess().tokens) == {20, 21}
+    assert set(script.draft().tokens) == {20, 21}
     script.step()
     assert script.accepted == 0
     assert table.table[20].tolist() == follow([20]), "20 was drafted, rejected and scored"
@@ -50,8 +50,8 @@ def test_a_drafter_that_ignores_rejected_nodes_is_noticed() -> None:
     assert learnt[0] >= 2 * learnt[1]
 
 
-def test_what_holds_has_the_last_word() -> None:
-    """A token that was both accepted and rejected elsewhere in the tree keeps what truly followed."""
+def test_the_accepted_path_is_entered_last() -> None:
+    """A token that was both accepted and rejected elsewhere keeps what followed in the text."""
     drafter = Recycle()
     script = Script(drafter, [1, 5], [7, 8])
     proposal = Proposal(script.view.given().grow(tree([7, 6, 7], [-1, -1, 1], script.view.end)), 1)
@@ -66,33 +66,33 @@ def test_tokens_follow_the_table_down_the_template() -> None:
     known = np.arange(97)
     best = np.asarray([follow([int(t)]) for t in known])
     drafter._tables.of("").learn(known, best)
-    guess = Script(drafter, [1, 5], [0] * 9).guess()
-    assert len(guess) == 30
-    for token, parent, sign, chance in zip(
-        guess.tokens, guess.parents, guess.signs, guess.chances, strict=True
+    draft = Script(drafter, [1, 5], [0] * 9).draft()
+    assert len(draft) == 30
+    for token, parent, key, rate in zip(
+        draft.tokens, draft.parents, draft.keys, draft.rates, strict=True
     ):
-        above = 5 if parent < 0 else guess.tokens[parent]
-        rank = sign.key[0]
+        above = 5 if parent < 0 else draft.tokens[parent]
+        rank = key.key[0]
         assert token == follow([above])[rank]
-        assert chance == CHANCES[rank]
-    assert max(len(path) for path in paths(guess)) == 4
+        assert rate == RANK_PRIOR[rank]
+    assert max(len(path) for path in paths(draft)) == 4
 
 
-def test_gaps_cut_off_what_hangs_below_them() -> None:
+def test_unknown_tokens_end_their_subtree() -> None:
     drafter = Recycle(size=40, depth=3)
     drafter._tables.of("").learn(
         np.asarray([5, 6]), np.asarray([[6, 7, -1, -1, -1, -1, -1, -1], [9, -1, *[-1] * 6]])
     )
-    guess = Script(drafter, [1, 5], [0] * 9).guess()
-    assert paths(guess) == [[7], [6, 9]]
-    assert len(Script(drafter, [1, 2], [0] * 9).guess()) == 0
-    assert len(Script(drafter, [1, 200_000], [0] * 9).guess()) == 0
+    draft = Script(drafter, [1, 5], [0] * 9).draft()
+    assert paths(draft) == [[7], [6, 9]]
+    assert len(Script(drafter, [1, 2], [0] * 9).draft()) == 0
+    assert len(Script(drafter, [1, 200_000], [0] * 9).draft()) == 0
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 48, 200])
 @pytest.mark.parametrize("depth", [1, 3, 6])
 def test_templates_are_trees_of_the_likeliest_paths(size: int, depth: int) -> None:
-    template = Template.best(size, depth)
+    template = TreeTemplate.best(size, depth)
     assert len(template.parents) == min(size, sum(WIDTH**d for d in range(1, depth + 1)))
     assert all(parent < i for i, parent in enumerate(template.parents))
     assert len(template.levels) <= depth
@@ -100,15 +100,15 @@ def test_templates_are_trees_of_the_likeliest_paths(size: int, depth: int) -> No
         assert len(template.levels) > 1
     scores: list[float] = []
     for i, parent in enumerate(template.parents):
-        scores.append(template.chances[i] * (scores[parent] if parent >= 0 else 1.0))
-    wider = Template.best(size + 1, depth)
+        scores.append(template.rates[i] * (scores[parent] if parent >= 0 else 1.0))
+    wider = TreeTemplate.best(size + 1, depth)
     if len(wider.parents) > size:
         assert min(scores) > 0
-        assert sum(wider.chances) >= sum(template.chances)
+        assert sum(wider.rates) >= sum(template.rates)
 
 
 def test_the_table_grows_with_the_vocabulary_and_not_further() -> None:
-    table = Successors()
+    table = SuccessorTable()
     table.learn(np.asarray([3]), np.asarray([[9] * WIDTH]))
     assert len(table.table) < 4096
     table.learn(np.asarray([49_151]), np.asarray([[5] * WIDTH]))
@@ -121,22 +121,22 @@ def test_the_table_grows_with_the_vocabulary_and_not_further() -> None:
 def test_tenants_are_apart() -> None:
     drafter = Recycle()
     Script(drafter, [1], [2, 3, 4, 5], salt="a").run()
-    assert len(Script(drafter, [1], [2, 3, 4], salt="a").guess()) > 0
-    assert len(Script(drafter, [1], [2, 3, 4], salt="b").guess()) == 0
+    assert len(Script(drafter, [1], [2, 3, 4], salt="a").draft()) > 0
+    assert len(Script(drafter, [1], [2, 3, 4], salt="b").draft()) == 0
 
 
-def test_prompt_scores_teach_too() -> None:
+def test_it_learns_from_prompt_logprobs() -> None:
     """Given nodes whose logprobs were asked for are scored nodes like any other."""
     drafter = Recycle()
     method = toy_method(drafter, MATCH)
-    [prompt] = some_prompts(2, 1, most=30)
+    [prompt] = some_prompts(2, 1, max_length=30)
     Bench().run([prompt], method, SamplingParams(max_tokens=1, prompt_logprobs=0))
     known = drafter._tables.of("").table[:, 0]
     assert all(known[token] >= 0 for token in prompt)
 
 
-def test_it_takes_what_it_gets() -> None:
-    """Joined with others it may be told of fewer candidates, or of more."""
+def test_it_learns_from_any_number_of_candidates() -> None:
+    """Joined with other drafters it may get fewer candidates, or more."""
     drafter = Recycle()
     for width in (1, 12):
         script = Script(drafter, [1, 5], [7, 8, 9])

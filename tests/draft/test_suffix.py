@@ -1,4 +1,4 @@
-"""What `suffix` promises: right counts, frequencies that decide, bounded memory, tenants apart."""
+"""`suffix`: right counts, frequencies that decide, bounded memory, tenants share nothing."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections import Counter
 import pytest
 
 from outstride import registry
-from outstride.draft.suffix import TRUST, Automaton, Suffix
+from outstride.draft.suffix import MATCH_PRIOR, Suffix, SuffixAutomaton
 from outstride.errors import UnknownMethod
 from tests.draft.script import Script, paths
 
 
-def read(automaton: Automaton, text: list[int]) -> int:
+def read(automaton: SuffixAutomaton, text: list[int]) -> int:
     at = 0
     for token in text:
-        at = automaton.read(at, token)
+        at = automaton.extend(at, token)
     return at
 
 
-def find(automaton: Automaton, run: list[int]) -> int | None:
+def find(automaton: SuffixAutomaton, run: list[int]) -> int | None:
     at: int | None = 0
     for token in run:
         at = automaton.after[at].get(token) if at is not None else None
@@ -31,7 +31,7 @@ def find(automaton: Automaton, run: list[int]) -> int | None:
 def test_every_run_is_known_and_counted(seed: int) -> None:
     rng = random.Random(seed)
     texts = [[rng.randrange(3) for _ in range(rng.randrange(1, 16))] for _ in range(4)]
-    automaton, runs = Automaton(), Counter[tuple[int, ...]]()
+    automaton, runs = SuffixAutomaton(), Counter[tuple[int, ...]]()
     for text in texts:
         at = read(automaton, text)
         assert automaton.length[at] == len(text)
@@ -47,18 +47,20 @@ def test_every_run_is_known_and_counted(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_following_finds_the_longest_known_ending(seed: int) -> None:
+def test_follow_finds_the_longest_known_suffix(seed: int) -> None:
     rng = random.Random(seed)
     known = [rng.randrange(4) for _ in range(30)]
-    automaton = Automaton()
+    automaton = SuffixAutomaton()
     read(automaton, known)
-    said: list[int] = []
+    output: list[int] = []
     at = matched = 0
     for _ in range(40):
-        said.append(rng.randrange(5))
-        at, matched = automaton.follow(at, matched, said[-1])
+        output.append(rng.randrange(5))
+        at, matched = automaton.follow(at, matched, output[-1])
         endings = [
-            n for n in range(len(said) + 1) if find(automaton, said[len(said) - n :]) is not None
+            n
+            for n in range(len(output) + 1)
+            if find(automaton, output[len(output) - n :]) is not None
         ]
         assert matched == max(endings)
 
@@ -70,35 +72,35 @@ def script(prompt: list[int], answer: list[int], **options: float) -> Script:
 def test_frequencies_decide_order_and_depth() -> None:
     often, seldom = [1, 2, 3, 4, 5, 6], [1, 2, 8, 9, 10, 11]
     prompt = [*often, 20, *often, 21, *often, 22, *seldom, 23, 1]
-    asked = script(prompt, [2, 3, 4, 5, 6, 7, 7, 7], least=0.0, branch=2, size=8)
+    asked = script(prompt, [2, 3, 4, 5, 6, 7, 7, 7], min_prob=0.0, branch=2, size=8)
     asked.step()
-    guess = asked.guess()
-    assert guess.tokens[0] == 3
-    assert [3, 4, 5, 6] in [path[:4] for path in paths(guess)]
-    rare = guess.tokens.index(8)
-    assert guess.chances[rare] == pytest.approx(guess.chances[0] / 3)
-    assert guess.signs[rare] != guess.signs[0]
+    draft = asked.draft()
+    assert draft.tokens[0] == 3
+    assert [3, 4, 5, 6] in [path[:4] for path in paths(draft)]
+    rare = draft.tokens.index(8)
+    assert draft.rates[rare] == pytest.approx(draft.rates[0] / 3)
+    assert draft.keys[rare] != draft.keys[0]
 
 
-def test_what_is_unlikely_is_left_out() -> None:
+def test_unlikely_paths_are_left_out() -> None:
     prompt = [*([1, 2, 3] * 1), *([1, 2, 4] * 9), 7, 1]
-    for least, known in ((0.2, {4}), (0.0, {3, 4})):
-        asked = script(prompt, [2, 4, 1, 2], least=least)
+    for min_prob, known in ((0.2, {4}), (0.0, {3, 4})):
+        asked = script(prompt, [2, 4, 1, 2], min_prob=min_prob)
         asked.step()
-        guess = asked.guess()
-        assert {guess.tokens[i] for i, parent in enumerate(guess.parents) if parent < 0} == known
+        draft = asked.draft()
+        assert {draft.tokens[i] for i, parent in enumerate(draft.parents) if parent < 0} == known
 
 
-def test_longer_matches_are_trusted_more() -> None:
-    guesses = []
+def test_longer_matches_have_higher_rates() -> None:
+    drafts = []
     for before in ([5, 6], [5, 60], [50, 60]):
         asked = script([5, 6, 7, 8, 9, 1, *before], [7, 8, 9, 1])
         asked.step()
-        guesses.append(asked.guess())
-    assert [guess.tokens[0] for guess in guesses] == [8, 8, 8]
-    assert guesses[0].chances[0] > guesses[1].chances[0] == guesses[2].chances[0]
-    assert guesses[0].signs[0] != guesses[1].signs[0] == guesses[2].signs[0]
-    assert list(TRUST) == sorted(TRUST)
+        drafts.append(asked.draft())
+    assert [draft.tokens[0] for draft in drafts] == [8, 8, 8]
+    assert drafts[0].rates[0] > drafts[1].rates[0] == drafts[2].rates[0]
+    assert drafts[0].keys[0] != drafts[1].keys[0] == drafts[2].keys[0]
+    assert list(MATCH_PRIOR) == sorted(MATCH_PRIOR)
 
 
 def test_it_learns_from_earlier_requests_of_the_same_tenant_only() -> None:
@@ -128,14 +130,14 @@ def test_no_memory_at_all() -> None:
         assert Script(drafter, [1, 2, 3], answer).run().passes == len(answer)
 
 
-def test_a_long_prompt_is_read_in_portions() -> None:
+def test_a_long_prompt_is_added_in_portions() -> None:
     drafter = Suffix(memory=0)
     drafter.PORTION = 16
     prompt = [t for i in range(20) for t in (i, 50, 51)]
     asked = Script(drafter, prompt, [50, 51] * 12)
     asked.step()
     assert asked.sequence.state.done == 16
-    assert len(asked.guess()) == 0
+    assert len(asked.draft()) == 0
     assert asked.run().accepted > 0
     assert asked.sequence.state.done == len(asked.sequence.tokens)
 
@@ -155,7 +157,7 @@ def test_sequences_side_by_side_do_not_disturb_each_other() -> None:
         assert state.own.length[state.at] == len(asked.sequence.tokens)
 
 
-@pytest.mark.parametrize("spec", ["suffix:size=0", "suffix:branch=0", "suffix:least=1"])
+@pytest.mark.parametrize("spec", ["suffix:size=0", "suffix:branch=0", "suffix:min_prob=1"])
 def test_senseless_options_are_refused(spec: str) -> None:
     with pytest.raises(UnknownMethod, match="needs"):
         registry.build(spec)

@@ -1,4 +1,4 @@
-"""What `trigram` promises: estimates that follow the target, exploration, bounded memory."""
+"""`trigram`: estimates that follow the target, exploration, bounded memory."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import random
 import pytest
 
 from outstride import registry
-from outstride.draft.trigram import Estimates, Trigram
+from outstride.draft.trigram import Trigram, TrigramEstimates
 from outstride.errors import UnknownMethod
 from tests.draft.script import Script, paths
 
 
-def chances(estimates: Estimates, before: int, last: int) -> dict[int, float]:
+def rates(estimates: TrigramEstimates, before: int, last: int) -> dict[int, float]:
     _, found = estimates.find(before, last)
     assert found is not None
     return {token: weight / found.seen for token, weight in found.weights.items()}
 
 
 def test_estimates_approach_frequencies_and_follow_changes() -> None:
-    estimates, rng = Estimates(100), random.Random(3)
+    estimates, rng = TrigramEstimates(100), random.Random(3)
     for _ in range(400):
         estimates.learn([((1, 2), [3 if rng.random() < 0.75 else 4])])
-    assert chances(estimates, 1, 2)[3] == pytest.approx(0.75, abs=0.2)
+    assert rates(estimates, 1, 2)[3] == pytest.approx(0.75, abs=0.2)
     for _ in range(40):
         estimates.learn([((1, 2), [5])])
-    assert chances(estimates, 1, 2)[5] > 0.8
+    assert rates(estimates, 1, 2)[5] > 0.8
 
 
-def test_two_tokens_say_more_than_one() -> None:
-    estimates = Estimates(100)
+def test_longer_contexts_come_first() -> None:
+    estimates = TrigramEstimates(100)
     estimates.learn([((1, 2), [3]), ((7, 2), [8])])
     assert estimates.find(1, 2)[0] == 2
-    assert chances(estimates, 1, 2) == {3: 1.0}
+    assert rates(estimates, 1, 2) == {3: 1.0}
     size, found = estimates.find(55, 2)
     assert size == 1
     assert found is not None
@@ -40,17 +40,17 @@ def test_two_tokens_say_more_than_one() -> None:
     assert estimates.find(1, 99)[1] is None
 
 
-def test_rejected_nodes_teach() -> None:
+def test_it_learns_from_rejected_nodes() -> None:
     drafter = Trigram()
     script = Script(drafter, [9], [1, 2, 1, 2], candidates=lambda path: [60 + path[-1]])
     drafter._estimates.of("").learn([((8, 9), [3]), ((9, 3), [4])])
     assert 4 in script.step(2).graph.tokens
     assert script.accepted == 0
-    assert 64 in chances(drafter._estimates.of(""), 3, 4), "what the target has in mind behind 3, 4"
+    assert 64 in rates(drafter._estimates.of(""), 3, 4), "a candidate of the target after 3, 4"
 
 
 def test_exploration_widens_where_little_is_known() -> None:
-    """A path that is sure goes deep; doubt draws nodes to the candidates of new contexts."""
+    """A sure path goes deep; the bonus gives nodes to the candidates of new contexts."""
     widths = []
     for explore in (0.0, 2.0):
         drafter = Trigram(size=10, explore=explore)
@@ -59,9 +59,9 @@ def test_exploration_widens_where_little_is_known() -> None:
             estimates.learn([((i, i + 1), [i + 2]) for i in range(1, 20)])
         estimates.learn([((1, 2), [3, 40, 41])], (0.7, 0.2, 0.1))
         estimates.learn([((50, 2), [60, 61, 62])], (0.7, 0.2, 0.1))
-        guess = Script(drafter, [50, 2], [0] * 30).guess()
-        widths.append(sum(parent < 0 for parent in guess.parents))
-        assert len(guess) <= 10
+        draft = Script(drafter, [50, 2], [0] * 30).draft()
+        widths.append(sum(parent < 0 for parent in draft.parents))
+        assert len(draft) <= 10
     assert widths[1] >= widths[0]
     bold, timid = Trigram(size=3, explore=3.0), Trigram(size=3, explore=0.0)
     for drafter in (bold, timid):
@@ -69,15 +69,15 @@ def test_exploration_widens_where_little_is_known() -> None:
         estimates.learn([((50, 2), [60, 61, 62])], (0.7, 0.2, 0.1))
         for _ in range(12):
             estimates.learn([((2, 60), [70]), ((60, 70), [71])])
-    assert Script(timid, [50, 2], [0] * 30).guess().tokens == [60, 70, 71]
-    assert 61 in Script(bold, [50, 2], [0] * 30).guess().tokens
+    assert Script(timid, [50, 2], [0] * 30).draft().tokens == [60, 70, 71]
+    assert 61 in Script(bold, [50, 2], [0] * 30).draft().tokens
 
 
-def test_the_prompt_is_read_once_for_all_samples() -> None:
+def test_the_prompt_is_learned_once_for_all_samples() -> None:
     drafter = Trigram()
     script = Script(drafter, [1, 2, 3, 4, 1, 2], [3, 4, 5])
     script.step()
-    assert paths(script.guess())[0][0] == 4
+    assert paths(script.draft())[0][0] == 4
     seen = drafter._estimates.of("").find(1, 2)[1]
     assert seen is not None
     count = seen.seen
@@ -93,10 +93,10 @@ def test_memory_is_bounded() -> None:
         answer = [rng.randrange(5000) for _ in range(40)]
         Script(drafter, [rng.randrange(5000) for _ in range(300)], answer).run()
         assert len(drafter._estimates.of("")) <= 2 * 50 + 8
-    estimates = Estimates(1000)
+    estimates = TrigramEstimates(1000)
     for token in range(10_000):
         estimates.learn([((1, 2), [token])])
-    assert len(chances(estimates, 1, 2)) <= 8
+    assert len(rates(estimates, 1, 2)) <= 8
 
 
 def test_tenants_are_apart() -> None:

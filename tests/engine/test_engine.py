@@ -1,4 +1,4 @@
-"""The engine's manners: errors stay with their request, bad input is refused, counts are right."""
+"""The engine: errors stay with their request, bad input is rejected, counts are right."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Breaks(Drafter):
             return Proposal(chain([9] * len(given), 3), len(given))
         return Proposal(given, len(given))
 
-    def ahead(self, view: View, proposal: Proposal) -> Any:
+    def draft_ahead(self, view: View, proposal: Proposal) -> Any:
         self._maybe(view, "ahead")
 
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> Any:
@@ -104,7 +104,7 @@ def test_a_broken_method_ends_its_own_request_only(where: str) -> None:
             assert sequence.output == expected[: len(sequence.output)]
         else:
             assert sequence.output == expected
-    pool = bench.engine.passes.pools["target"]
+    pool = bench.engine.pool()
     assert pool.available == pool.pages
 
 
@@ -119,10 +119,10 @@ def test_a_broken_method_ends_its_own_request_only(where: str) -> None:
         ([1], {"logit_bias": {-1: 1.0}}, InvalidParams, "logit_bias names token id -1"),
         ([1], {"stop_token_ids": (99,)}, InvalidParams, "stop_token_ids names token id 99"),
         ([1], {"logit_bias": dict.fromkeys(range(24), -math.inf)}, InvalidParams, "every token"),
-        ([1] * 300, {"max_tokens": 100}, OutOfMemory, "400 cache entries"),
+        ([1] * 300, {"max_tokens": 100}, OutOfMemory, "400 slots of the KV cache"),
     ],
 )
-def test_bad_requests_are_refused(
+def test_bad_requests_are_rejected(
     tokens: list[int], params: dict[str, Any], error: type[RequestError], words: str
 ) -> None:
     bench = Bench()
@@ -162,11 +162,11 @@ def test_cancel_at_any_moment_frees_the_pages() -> None:
         assert other.output == alone([2] * 9, SAMPLINGS["greedy"])
 
 
-def test_the_ledger_counts_each_thing_once() -> None:
+def test_the_ledger_counts_everything_once() -> None:
     bench = Bench(nodes=16)
     prompts = some_prompts(5, 6)
     found = bench.run(prompts, registry.build("ngram"), SAMPLINGS["endless"])
-    total = bench.engine.ledger.total
+    total = bench.engine.gauges().totals
     for name in ("passes", "prompt_passes", "proposed", "accepted", "emitted"):
         assert getattr(total, name) == sum(getattr(s.counts, name) for s in found)
     for sequence in found:
@@ -176,19 +176,19 @@ def test_the_ledger_counts_each_thing_once() -> None:
         assert counts.emitted == counts.accepted + counts.passes
         assert counts.prompt_passes >= len(sequence.tokens[: sequence.prompt_length]) // 16 - 1
         assert len({p.step for p in sequence.trace}) == counts.passes
-    assert set(bench.engine.ledger.seconds) == {"plan", "propose", "forward", "accept", "commit"}
+    assert set(bench.engine.gauges().seconds) == {"plan", "propose", "forward", "accept", "commit"}
 
 
-def test_rounds_are_shared_by_all_who_draft() -> None:
+def test_rounds_are_shared_by_all_drafting_sequences() -> None:
     """Sixteen drafting sequences cost one pass of the draft model per round."""
     bench = Bench(pages=400, nodes=512)
     method = registry.build("draft:model=draft,length=4")
     bench.run([[1, 2, 3]] * 16, method, SAMPLINGS["endless"])
-    steps = bench.engine.ledger.steps
-    assert bench.engine.ledger.model_passes["draft"] <= 5 * steps
+    gauges = bench.engine.gauges()
+    assert gauges.model_passes["draft"] <= 5 * gauges.steps
 
 
-def test_seeds_are_drawn_and_returned() -> None:
+def test_random_seeds_are_returned() -> None:
     params = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True)
     first, second = Bench().run([[1], [1]], PLAIN, params)
     assert first.seed != second.seed
@@ -196,14 +196,14 @@ def test_seeds_are_drawn_and_returned() -> None:
 
 
 class DeadEnd:
-    """A grammar that no token of the vocabulary can follow behind the second one."""
+    """A grammar that allows no token of the vocabulary after the second one."""
 
     def allowed(self, output: Seq[int]) -> BoolArray:
         return np.full(Toy().vocab_size, len(output) < 2)
 
 
 @pytest.mark.parametrize("spec", ["plain", "ngram"])
-def test_a_shape_that_cannot_go_on_ends_its_request_and_nobody_elses(spec: str) -> None:
+def test_a_grammar_without_a_next_token_ends_its_own_request_only(spec: str) -> None:
     engine = Engine({"target": Toy()}, limits=Limits(nodes=64))
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     stuck = engine.submit([3, 4], params, registry.build(spec), grammar=DeadEnd())

@@ -1,49 +1,49 @@
-"""Text as it streams: whole characters only, and nothing that might turn out to be a stop string."""
+"""Streamed text has whole characters only, and no beginning of a possible stop string."""
 
 from __future__ import annotations
 
 import pytest
 
 from outstride.core.params import SamplingParams
-from outstride.engine.stopping import Stopper, Text
+from outstride.engine.stopping import IncrementalText, Stopper
 
 
-def spell(token: int) -> bytes:
+def token_to_bytes(token: int) -> bytes:
     return bytes([token])
 
 
-def feed(text: Text, data: str) -> list[str]:
+def feed(text: IncrementalText, data: str) -> list[str]:
     pieces = []
     for token in data.encode():
         text.append(token)
-        pieces.append(text.ready(final=False))
+        pieces.append(text.take_new(final=False))
     return pieces
 
 
 def test_characters_arrive_whole() -> None:
-    text = Text(spell)
+    text = IncrementalText(token_to_bytes)
     pieces = feed(text, "héllo 🙂!")
     assert "".join(pieces) == "héllo 🙂!"
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
 
 
-def test_an_unfinished_character_is_shown_at_the_end() -> None:
-    text = Text(spell)
+def test_an_incomplete_character_is_replaced_at_the_end() -> None:
+    text = IncrementalText(token_to_bytes)
     for token in "é".encode()[:1]:
         text.append(token)
-    assert text.ready(final=False) == ""
+    assert text.take_new(final=False) == ""
     text.finish()
-    assert text.ready(final=True) == "\N{REPLACEMENT CHARACTER}"
+    assert text.take_new(final=True) == "\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.mark.parametrize("stop", ["STOP", "ST", "\n\n", "é!"])
 def test_the_beginning_of_a_stop_string_is_held_back(stop: str) -> None:
-    text = Text(spell, (stop,))
+    text = IncrementalText(token_to_bytes, (stop,))
     stopper = Stopper(SamplingParams(stop=(stop,)), (), 0, 1000, text)
     shown, reason = "", None
     for i, token in enumerate(f"ab{stop[:-1]}c{stop}tail".encode(), start=1):
         reason = stopper.push(token, i)
-        shown += text.ready(final=reason is not None)
+        shown += text.take_new(final=reason is not None)
         assert stop not in shown
         if reason:
             break
@@ -51,19 +51,19 @@ def test_the_beginning_of_a_stop_string_is_held_back(stop: str) -> None:
     assert shown == f"ab{stop[:-1]}c"
 
 
-def test_text_that_only_looked_like_a_stop_string_is_let_go() -> None:
-    text = Text(spell, ("END",))
+def test_text_that_is_no_stop_string_after_all_is_released() -> None:
+    text = IncrementalText(token_to_bytes, ("END",))
     assert "".join(feed(text, "the EN")) == "the "
     text.finish()
-    assert text.ready(final=True) == "EN"
+    assert text.take_new(final=True) == "EN"
 
 
-def test_the_reason_of_the_end() -> None:
+def test_finish_reasons() -> None:
     params = SamplingParams(stop_token_ids=(5,), min_tokens=2, max_tokens=9)
     stopper = Stopper(params, {7}, prompt_length=10, limit=19, text=None)
     assert stopper.push(1, 11) is None
     assert stopper.push(7, 12) == "stop"
     assert stopper.push(5, 13) == "stop"
     assert stopper.push(1, 19) == "length"
-    patient = Stopper(SamplingParams(ignore_eos=True), {7}, 10, 19, None)
-    assert patient.push(7, 12) is None
+    ignoring = Stopper(SamplingParams(ignore_eos=True), {7}, 10, 19, None)
+    assert ignoring.push(7, 12) is None

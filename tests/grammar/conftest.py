@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="package", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Converted weights of models that are gone tomorrow do not stay in the user's cache."""
+    """Keeps the converted weights of test models out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTSTRIDE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -1,4 +1,4 @@
-"""Constrained answers are the same under every exact method, and what is forced costs no passes."""
+"""Structured output is the same under every exact method, and forced text costs no passes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import jsonschema
 import pytest
 
 from outstride import LLM, SamplingParams, registry
-from outstride.core.contracts import Demand, Drafter, Guessing
-from outstride.core.guess import Guess, Sign
+from outstride.core.contracts import Demand, Drafter, DraftRounds
+from outstride.core.draft_tree import AcceptanceKey, DraftTree
 from outstride.core.sequence import Sequence, View
-from outstride.core.shape import Shape
-from outstride.grammar.guide import Guides
-from outstride.grammar.guided import Guided, guided
+from outstride.core.structured_output import OutputFormat
+from outstride.grammar.guided import GuidedDrafter, guided
+from outstride.grammar.matcher import GrammarCompiler
 from tests.serve import tiny
 
 SCHEMA = {
@@ -29,9 +29,9 @@ SCHEMA = {
     "additionalProperties": False,
 }
 SHAPES = (
-    Shape("json_schema", json.dumps(SCHEMA)),
-    Shape("regex", "(the thing is )+(big|small) and it is blue"),
-    Shape("ebnf", 'root ::= "[" item ("," item)* "]"\nitem ::= "in" | "the" | [0-9]'),
+    OutputFormat("json_schema", json.dumps(SCHEMA)),
+    OutputFormat("regex", "(the thing is )+(big|small) and it is blue"),
+    OutputFormat("ebnf", 'root ::= "[" item ("," item)* "]"\nitem ::= "in" | "the" | [0-9]'),
 )
 
 
@@ -41,12 +41,12 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield found
 
 
-def answer(llm: LLM, spec: str, shape: Shape, params: SamplingParams) -> Sequence:
-    guides = Guides(llm.tokenizer, llm.model.vocab_size)
-    guide = guides.compile(shape, params.max_tokens)
-    method = guided(registry.build(spec), guide)
+def answer(llm: LLM, spec: str, shape: OutputFormat, params: SamplingParams) -> Sequence:
+    guides = GrammarCompiler(llm.tokenizer, llm.model.vocab_size)
+    matcher = guides.compile(shape, params.max_tokens)
+    method = guided(registry.build(spec), matcher)
     prompt = llm.encode("give me the thing in JSON", chat=True)
-    sequence = llm.engine.submit(prompt, params, method, grammar=guide)
+    sequence = llm.engine.submit(prompt, params, method, grammar=matcher)
     while llm.engine.busy:
         llm.engine.step()
         llm.engine.check_integrity()
@@ -74,7 +74,7 @@ def test_the_same_answer_under_every_exact_method(llm: LLM, spec: str) -> None:
             assert found.finish_reason == "stop"
 
 
-def test_what_is_forced_costs_no_passes(llm: LLM) -> None:
+def test_jump_forward_costs_no_passes(llm: LLM) -> None:
     params = SamplingParams(max_tokens=120)
     plain = answer(llm, "plain", SHAPES[0], params)
     found = answer(llm, "ngram", SHAPES[0], params)
@@ -85,29 +85,33 @@ def test_what_is_forced_costs_no_passes(llm: LLM) -> None:
 
 
 class Everything(Drafter):
-    """Drafts every token of the vocabulary as the next one, and another behind each."""
+    """Drafts every token of the vocabulary as the next one, and another one after each."""
 
     name = "everything"
 
     def demand(self, view: View) -> Demand:
-        return Demand(most=200, gain=1.0)
+        return Demand(max_nodes=200, gain=1.0)
 
-    def guess(self, view: View, room: int) -> Guessing:
+    def draft_tree(self, view: View, budget: int) -> DraftRounds:
         yield from ()
-        guess = Guess()
-        for token in range(min(room // 2, 100)):
-            guess.add(100, guess.add(token, -1, Sign("any"), 0.1), Sign("any"), 0.1)
+        guess = DraftTree()
+        for token in range(min(budget // 2, 100)):
+            guess.add(
+                100, guess.add(token, -1, AcceptanceKey("any"), 0.1), AcceptanceKey("any"), 0.1
+            )
         return guess
 
 
-def test_drafts_against_the_shape_never_reach_the_pass(llm: LLM) -> None:
+def test_forbidden_drafts_never_reach_the_pass(llm: LLM) -> None:
     digits = {llm.tokenizer.encode(c)[0] for c in "0123456789"}
     assert max(digits) < 100
-    guide = Guides(llm.tokenizer, llm.model.vocab_size).compile(Shape("regex", "[0-9]{9}"))
-    method = guided(replace(registry.build("ngram"), drafter=Everything()), guide)
-    assert isinstance(method.drafter, Guided)
+    matcher = GrammarCompiler(llm.tokenizer, llm.model.vocab_size).compile(
+        OutputFormat("regex", "[0-9]{9}")
+    )
+    method = guided(replace(registry.build("ngram"), drafter=Everything()), matcher)
+    assert isinstance(method.drafter, GuidedDrafter)
     params = SamplingParams(max_tokens=40)
-    sequence = llm.engine.submit(llm.encode("x", chat=True), params, method, grammar=guide)
+    sequence = llm.engine.submit(llm.encode("x", chat=True), params, method, grammar=matcher)
     while llm.engine.busy:
         llm.engine.step()
     assert set(sequence.output[:-1]) <= digits
@@ -116,11 +120,13 @@ def test_drafts_against_the_shape_never_reach_the_pass(llm: LLM) -> None:
     assert sequence.counts.accepted > 0
 
 
-def test_samples_of_one_request_follow_the_shape_apart(llm: LLM) -> None:
+def test_each_sample_of_a_request_follows_the_grammar(llm: LLM) -> None:
     params = SamplingParams(max_tokens=120, n=3, temperature=1.2, seed=5)
-    guide = Guides(llm.tokenizer, llm.model.vocab_size).compile(SHAPES[0], params.max_tokens)
-    method = guided(registry.build("auto"), guide)
-    leader = llm.engine.submit(llm.encode("x", chat=True), params, method, grammar=guide)
+    matcher = GrammarCompiler(llm.tokenizer, llm.model.vocab_size).compile(
+        SHAPES[0], params.max_tokens
+    )
+    method = guided(registry.build("auto"), matcher)
+    leader = llm.engine.submit(llm.encode("x", chat=True), params, method, grammar=matcher)
     while llm.engine.busy:
         llm.engine.step()
     texts = [llm.tokenizer.decode(s.output) for s in leader.group]
@@ -129,9 +135,9 @@ def test_samples_of_one_request_follow_the_shape_apart(llm: LLM) -> None:
         jsonschema.validate(json.loads(text), SCHEMA)
 
 
-def test_plain_and_lossy_methods_stay_as_they_are(llm: LLM) -> None:
-    guide = Guides(llm.tokenizer).compile(SHAPES[1])
+def test_plain_and_lossy_methods_are_not_wrapped(llm: LLM) -> None:
+    matcher = GrammarCompiler(llm.tokenizer).compile(SHAPES[1])
     for spec in ("plain", "confident", "lookahead"):
         method = registry.build(spec)
-        assert guided(method, guide) is method
-    assert guided(registry.build("auto"), guide).drafter.weighed
+        assert guided(method, matcher) is method
+    assert guided(registry.build("auto"), matcher).drafter.cost_aware

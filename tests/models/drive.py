@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from outstride.core.contracts import Work
+from outstride.core.contracts import PassInput
 from outstride.core.graph import FloatArray, TokenGraph, chain
 from outstride.core.proposal import Proposal, Scores, Wants
-from outstride.core.sequence import Table
+from outstride.core.sequence import BlockTable
 from outstride.models.config import DecoderConfig, RopeConfig
 from outstride.models.decoder import Decoder
 from outstride.models.load import Loaded
 from outstride.models.load import load as load_model
-from outstride.ops.contract import Model, Ops
+from outstride.ops.contract import Ops
 from outstride.ops.reference import Reference
+from outstride.ops.weights import ModelWeights
 
 PAGE = 16
 
@@ -50,7 +51,7 @@ def random_decoder(
     pages: int = 64,
     features: tuple[int, ...] = (),
     seed: int = 0,
-    make_ops: Callable[[Model], Ops] = Reference,
+    make_ops: Callable[[ModelWeights], Ops] = Reference,
     rounded: bool = False,
 ) -> Decoder:
     """A decoder with random weights, large enough that attention and logits are not flat.
@@ -83,10 +84,10 @@ class Hand:
     stale: int = 0
 
     @property
-    def table(self) -> Table:
+    def table(self) -> BlockTable:
         positions = list(self.positions)
         ordered = positions == list(range(len(positions)))
-        return Table(list(self.pages), positions, stale=self.stale, ordered=ordered)
+        return BlockTable(list(self.pages), positions, stale=self.stale, ordered=ordered)
 
     def slot(self, entry: int) -> int:
         return self.pages[entry // PAGE] * PAGE + entry % PAGE
@@ -100,14 +101,14 @@ class Hand:
         first: int = 0,
         gap: int = 0,
         **proposal: object,
-    ) -> Work:
+    ) -> PassInput:
         """Work for a graph in the slots behind what is kept, `gap` further on."""
         if wants is None:
             wants = Wants(nodes=tuple(range(len(graph))), logits=True)
         start = len(self.positions) - self.stale + gap
         slots = np.asarray([self.slot(start + i) for i in range(len(graph))], dtype=np.int64)
         made = Proposal(graph=graph, given=given, wants=wants, **proposal)  # type: ignore[arg-type]
-        return Work(proposal=made, table=self.table, slots=slots, first=first)
+        return PassInput(proposal=made, table=self.table, slots=slots, first=first)
 
     def run(self, graph: TokenGraph, wants: Wants | None = None, **options: object) -> Scores:
         """One pass over this sequence alone."""

@@ -1,7 +1,7 @@
-"""Drafters in published layouts, with random weights, and what they compute, written out plainly.
+"""Drafters in published layouts with random weights, and oracles that compute the same plainly.
 
-The oracles follow the published code: whole sequences at once, positions counted from 0 as there, no
-cache. They are told the target's states and nothing else of it.
+The oracles follow the published code: whole sequences at once, positions from 0 as there, no KV cache.
+They get the target's hidden states and nothing else of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 class Random:
     """Random tensors, large enough that attention and logits are not flat.
 
-    Rows of matrices are multiples of their own 127th part, as int8 weights are.
+    Matrices are exact in int8: each row is a multiple of 1/127 of its maximum.
     """
 
     def __init__(self, seed: int = 7) -> None:
@@ -84,7 +84,7 @@ def config_of(config: DecoderConfig, inner: int, theta: float, **more: Any) -> d
 
 
 def write(folder: Path, about: Mapping[str, Any], tensors: Tensors, file: str = "") -> Path:
-    """A folder; the file's ending says how its tensors are kept."""
+    """Writes a folder; the suffix of the file decides the format of its tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(about))
     name = folder / (file or "model.safetensors")
@@ -95,14 +95,14 @@ def write(folder: Path, about: Mapping[str, Any], tensors: Tensors, file: str = 
     return folder
 
 
-# --- what they compute ------------------------------------------------------------------------------
+# --- oracles ---------------------------------------------------------------------------------------
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def _turned(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+def _rotated(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
     size = x.shape[-1]
     inverse = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     angles = torch.cat([positions[:, None] * inverse] * 2, dim=-1)[:, None]
@@ -115,26 +115,26 @@ def attended(
     at: str,
     config: DecoderConfig,
     theta: float,
-    asking: torch.Tensor,
+    queries: torch.Tensor,
     seen: torch.Tensor,
     sees: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of the last rows, `asking`, over `seen`, whose positions count from 0."""
+    """Attention of the last rows, `queries`, over `seen`, positions from 0; sees: [queries, seen]."""
     size, group = config.head_dim, config.heads // config.kv_heads
     q, k, v = (
         (x @ part[f"{at}self_attn.{name}_proj.weight"].T).view(len(x), -1, size)
-        for name, x in (("q", asking), ("k", seen), ("v", seen))
+        for name, x in (("q", queries), ("k", seen), ("v", seen))
     )
     if f"{at}self_attn.q_norm.weight" in part:
         q = rms(q, part[f"{at}self_attn.q_norm.weight"], config.norm_eps)
         k = rms(k, part[f"{at}self_attn.k_norm.weight"], config.norm_eps)
     positions = torch.arange(len(seen), dtype=torch.float32)
-    q, k = _turned(q, positions[-len(asking) :], theta), _turned(k, positions, theta)
+    q, k = _rotated(q, positions[-len(queries) :], theta), _rotated(k, positions, theta)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(size)
     shares = scores.masked_fill(~sees, -math.inf).softmax(-1)
-    mixed = torch.einsum("hqk,khd->qhd", shares, v).reshape(len(asking), -1)
-    return mixed @ part[f"{at}self_attn.o_proj.weight"].T
+    gathered = torch.einsum("hqk,khd->qhd", shares, v).reshape(len(queries), -1)
+    return gathered @ part[f"{at}self_attn.o_proj.weight"].T
 
 
 def mlp(part: Tensors, at: str, config: DecoderConfig, x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ def mlp(part: Tensors, at: str, config: DecoderConfig, x: torch.Tensor) -> torch
 
 
 class Eagle:
-    """Reads pairs of a token and the state before it; the last output is the next state."""
+    """Reads pairs of a token and the hidden state before it; each output is the next hidden state."""
 
     def __init__(
         self,
@@ -158,18 +158,18 @@ class Eagle:
         self.config, self.part, self.theta = config, part, theta
         self.embedding, self.head = embedding, head
 
-    def outputs(self, tokens: Sequence[int], states: torch.Tensor) -> torch.Tensor:
+    def outputs(self, tokens: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
     def said(
         self, tokens: Sequence[int], features: torch.Tensor, path: Sequence[int]
     ) -> torch.Tensor:
-        """Logits behind a path of guesses; each goes on from the state of the one before."""
-        read, states = list(tokens[1:]), features
-        out = self.outputs(read, states)[-1:]
+        """Logits after a path of drafted tokens; each reads the output of the one before."""
+        read, hidden = list(tokens[1:]), features
+        out = self.outputs(read, hidden)[-1:]
         for token in path:
-            read, states = [*read, token], torch.cat([states, self.fed(out)])
-            out = self.outputs(read, states)[-1:]
+            read, hidden = [*read, token], torch.cat([hidden, self.fed(out)])
+            out = self.outputs(read, hidden)[-1:]
         return self.head(out)[0]
 
     def fed(self, out: torch.Tensor) -> torch.Tensor:
@@ -177,11 +177,11 @@ class Eagle:
 
 
 class EagleFirst(Eagle):
-    """The layer has no norm in front; what enters is one state made of embedding and feature."""
+    """The layer has no norm before attention; its input is projected from embedding and feature."""
 
-    def outputs(self, tokens: Sequence[int], states: torch.Tensor) -> torch.Tensor:
+    def outputs(self, tokens: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
         part, at = self.part, "layers.0."
-        x = torch.cat([self.embedding[list(tokens)], states], dim=-1) @ part["fc.weight"].T
+        x = torch.cat([self.embedding[list(tokens)], hidden], dim=-1) @ part["fc.weight"].T
         x = x + part.get("fc.bias", torch.zeros(1))
         sees = torch.ones(len(x), len(x)).tril().bool()
         x = x + attended(part, at, self.config, self.theta, x, x, sees)
@@ -189,19 +189,19 @@ class EagleFirst(Eagle):
 
 
 class EagleThird(Eagle):
-    """Attention reads embedding and state side by side; the state alone is added to."""
+    """QKV reads embedding and hidden state concatenated; the residual is the hidden state alone."""
 
     early = False
     again = False
 
-    def outputs(self, tokens: Sequence[int], states: torch.Tensor) -> torch.Tensor:
+    def outputs(self, tokens: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
         part, at, eps = self.part, "layers.0.", self.config.norm_eps
-        words = rms(self.embedding[list(tokens)], part[f"{at}input_layernorm.weight"], eps)
-        normed = rms(states, part[f"{at}hidden_norm.weight"], eps)
-        both = torch.cat([words, normed], dim=-1)
+        embedded = rms(self.embedding[list(tokens)], part[f"{at}input_layernorm.weight"], eps)
+        normed = rms(hidden, part[f"{at}hidden_norm.weight"], eps)
+        both = torch.cat([embedded, normed], dim=-1)
         sees = torch.ones(len(both), len(both)).tril().bool()
-        mixed = attended(part, at, self.config, self.theta, both, both, sees)
-        return mlp(part, at, self.config, (normed if self.early else states) + mixed)
+        found = attended(part, at, self.config, self.theta, both, both, sees)
+        return mlp(part, at, self.config, (normed if self.early else hidden) + found)
 
     def fed(self, out: torch.Tensor) -> torch.Tensor:
         return rms(out, self.part["norm.weight"], self.config.norm_eps) if self.again else out
@@ -215,7 +215,7 @@ def dflash(
     features: torch.Tensor,
     block: torch.Tensor,
 ) -> torch.Tensor:
-    """The final states of a block of embeddings behind features of the target."""
+    """The final hidden states of a block of embeddings after features of the target."""
     eps = config.norm_eps
     context = rms(features @ part["fc.weight"].T, part["hidden_norm.weight"], eps)
     x = block

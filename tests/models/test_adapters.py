@@ -1,4 +1,4 @@
-"""Adapters: closed rows keep their bits, open ones depend on nobody, and drafts change no text."""
+"""LoRA adapters: other rows keep their bits, its own depend on no other row, text stays exact."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from outstride import registry
-from outstride.core.contracts import Masking
+from outstride.core.contracts import MaskedSpec
 from outstride.core.graph import Mixture, NodeId, TokenGraph, block, chain
 from outstride.core.params import SamplingParams
 from outstride.engine.engine import Engine
@@ -24,14 +24,15 @@ from outstride.errors import CorruptModel, OutstrideError, UnsupportedModel
 from outstride.models.config import DecoderConfig
 from outstride.models.decoder import Decoder
 from outstride.models.diffusion import Diffusion
-from outstride.models.grafts import attach
-from outstride.ops.contract import Model, Ops
+from outstride.models.draft_heads import attach
+from outstride.ops.contract import Ops
 from outstride.ops.cpu import Cpu, native
 from outstride.ops.reference import Reference
+from outstride.ops.weights import ModelWeights
 from tests.models.drive import Hand, logits, random_decoder, tiny, tokens
 
 RANK, BLOCK = 3, 8
-OPS: dict[str, Callable[[Model], Ops]] = {"reference": Reference}
+OPS: dict[str, Callable[[ModelWeights], Ops]] = {"reference": Reference}
 if native.library_path() is not None:
     for isa in range(native.library().outstride_best_isa() + 1):
         OPS[native.ISAS[isa]] = partial(Cpu.of, isa=isa, count=2)
@@ -45,7 +46,7 @@ PAGES = [27, 23, 40, 22, 25, 61, 33, 32]
 
 
 def adapter_tensors(config: DecoderConfig, seed: int = 5) -> dict[str, torch.Tensor]:
-    """An adapter with random weights that is heard clearly."""
+    """An adapter with random weights, large enough to change logits clearly."""
     source = torch.Generator().manual_seed(seed)
     size, inner = config.hidden_size, config.intermediate_size
     wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -77,11 +78,11 @@ def write_adapter(
     return folder
 
 
-def adapted(model: Decoder, folder: Path) -> Masking:
+def adapted(model: Decoder, folder: Path) -> MaskedSpec:
     attach(model, "adapter", write_adapter(folder, model.config, adapter_tensors(model.config)))
-    assert model.masking is not None
-    assert model.masking.gated
-    return model.masking
+    assert model.masked_spec is not None
+    assert model.masked_spec.uses_adapter
+    return model.masked_spec
 
 
 def canvas(mask: int, start: int, seed: int) -> TokenGraph:
@@ -101,8 +102,8 @@ def mixed(mask: int, start: int) -> TokenGraph:
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("ops", OPS)
-def test_closed_rows_keep_their_bits(ops: str, config: str, tmp_path: Path) -> None:
-    """Logits and entries of all nodes outside blocks with masks, with and without the adapter."""
+def test_rows_outside_the_adapter_keep_their_bits(ops: str, config: str, tmp_path: Path) -> None:
+    """Logits and KV of all nodes outside blocks with masks, with and without the adapter."""
     models = [random_decoder(CONFIGS[config], make_ops=OPS[ops]) for _ in range(2)]
     mask = adapted(models[1], tmp_path).token
     prompt, found = tokens(37), []
@@ -112,9 +113,9 @@ def test_closed_rows_keep_their_bits(ops: str, config: str, tmp_path: Path) -> N
         if model is models[1]:
             graph = mixed(mask, 37)
             scores = logits(hand.run(graph))
-            closed = [0, 1, 2, 9, 10]
-            read.append(scores[closed])
-            hand.keep(graph, closed)
+            outside = [0, 1, 2, 9, 10]
+            read.append(scores[outside])
+            hand.keep(graph, outside)
         else:
             graph = chain(tokens(3, 1), 37).grow(chain(tokens(2, 3), 40))
             read.append(logits(hand.run(graph)))
@@ -126,8 +127,8 @@ def test_closed_rows_keep_their_bits(ops: str, config: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("ops", OPS)
-def test_open_rows_depend_on_nobody(ops: str, tmp_path: Path) -> None:
-    """A block has the same bits alone and in a crowd, and they are not those of the model alone."""
+def test_adapter_rows_do_not_depend_on_the_batch(ops: str, tmp_path: Path) -> None:
+    """A block has the same bits alone and in a batch, and others than without the adapter."""
     model = random_decoder(CONFIGS["usual"], make_ops=OPS[ops])
     mask = adapted(model, tmp_path).token
     hands = [Hand(model, PAGES[i : i + 2]) for i in (0, 2, 4, 6)]
@@ -138,14 +139,14 @@ def test_open_rows_depend_on_nobody(ops: str, tmp_path: Path) -> None:
     work = [hand.work(graph) for hand, graph in zip(hands, graphs, strict=True)]
     for one, other in zip(alone, model.forward(work[::-1]).wait()[::-1], strict=True):
         np.testing.assert_array_equal(one, logits(other))
-    assert model.masking is not None
-    model.masking = None  # the gate stays closed
+    assert model.masked_spec is not None
+    model.masked_spec = None  # no row goes through the adapter
     assert np.abs(logits(hands[0].run(graphs[0])) - alone[0]).max() > 0.1
     np.testing.assert_array_equal(logits(hands[1].run(graphs[1])), alone[1])
 
 
-def test_the_native_result_is_that_of_the_reference(tmp_path: Path) -> None:
-    """Up to the rounding of activations: an adapter in the wrong channels would be far off."""
+def test_the_cpu_backend_agrees_with_the_reference(tmp_path: Path) -> None:
+    """Up to the rounding of activations; an adapter in the wrong channels would be far off."""
     found = []
     for name in OPS:
         if name == "int4":
@@ -187,8 +188,8 @@ def decode(
     return [sequence.output for sequence in found]
 
 
-def test_texts_in_any_company(tmp_path: Path) -> None:
-    """Masked methods say what they say alone; self-drafting says what plain decoding says."""
+def test_texts_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    """Masked methods give the same text alone and in a batch; self-drafting gives plain text."""
     registry.discover()
     ops, rng = list(OPS)[-2 if "int4" in OPS else -1], random.Random(3)
     kinds = [
@@ -208,7 +209,7 @@ def test_texts_in_any_company(tmp_path: Path) -> None:
         assert others == [plain, plain], "one step at a time, the next token is the model's own"
 
 
-def test_what_cannot_be_attached(tmp_path: Path) -> None:
+def test_adapters_that_cannot_be_attached(tmp_path: Path) -> None:
     model = random_decoder(tiny())
     tensors = adapter_tensors(model.config)
     wrong: list[tuple[dict[str, Any], dict[str, Any], type[OutstrideError], str]] = [
@@ -220,18 +221,30 @@ def test_what_cannot_be_attached(tmp_path: Path) -> None:
         folder = write_adapter(tmp_path, model.config, {**tensors, **other}, **about)
         with pytest.raises(error, match=words):
             attach(model, "adapter", folder)
-    assert model.masking is None
+    assert model.masked_spec is None
     adapted(model, tmp_path)
     with pytest.raises(UnsupportedModel, match="already"):
         attach(model, "another", write_adapter(tmp_path, model.config, tensors))
     masked = random_decoder(tiny(diffusion=Diffusion(block=4)))
-    masked.masking = Masking(96, 4, shifted=False, causal=False)
+    masked.masked_spec = MaskedSpec(96, 4, shifted=False, causal=False)
     with pytest.raises(UnsupportedModel, match="by itself"):
         attach(masked, "adapter", write_adapter(tmp_path, masked.config, tensors))
 
 
-def test_without_masks_nothing_is_gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass of plain tokens never meets the adapter."""
+def test_a_backend_without_adapters_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_decoder(tiny())
+    monkeypatch.setattr(model.ops.draft_heads, "unsupported_adapter", lambda: "use another one")
+    with pytest.raises(UnsupportedModel, match=r"cannot run LoRA adapters: use another one"):
+        adapted(model, tmp_path)
+    assert model.masked_spec is None
+
+
+def test_without_masks_no_row_goes_through_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pass of tokens alone."""
     model = random_decoder(tiny())
     adapted(model, tmp_path)
 
@@ -246,11 +259,11 @@ def test_without_masks_nothing_is_gated(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(model.ops, "begin", spy)
     Hand(model, PAGES).read(tokens(20), 8)
     assert spans
-    assert all(span.gates is None for span in spans)
+    assert all(span.adapter_rows is None for span in spans)
 
 
-def test_the_fingerprint_names_it(tmp_path: Path) -> None:
-    """Masked texts depend on the adapter, so what names the build must change with it."""
+def test_the_fingerprint_depends_on_the_adapter(tmp_path: Path) -> None:
+    """Masked texts depend on the adapter, so the fingerprint must change with it."""
     names = set()
     for seed in (None, 5, 6):
         model = random_decoder(tiny(tied=True))

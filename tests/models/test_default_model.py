@@ -60,7 +60,7 @@ def test_chunks(loaded: Loaded, prompt: list[int], whole: np.ndarray) -> None:
         )
 
 
-def test_company(loaded: Loaded, prompt: list[int], whole: np.ndarray) -> None:
+def test_batches(loaded: Loaded, prompt: list[int], whole: np.ndarray) -> None:
     hands = [Hand(loaded.model, list(range(i * 12, i * 12 + 12))) for i in range(6)]
     work = [hand.work(chain(prompt[: 5 + 11 * i])) for i, hand in enumerate(hands)]
     for i, scores in enumerate(loaded.model.forward(work).wait()):

@@ -14,9 +14,9 @@ from outstride.core.graph import FloatArray, chain
 from outstride.errors import CorruptModel
 from outstride.models.experts import Experts
 from outstride.ops.arithmetic import TILE, pad, route, through_experts
-from outstride.ops.contract import ExpertWeights
 from outstride.ops.cpu import Cpu, native
 from outstride.ops.routing import Routing
+from outstride.ops.weights import ExpertWeights
 from tests.models import checkpoints
 from tests.models.drive import Hand, logits, random_decoder, tiny, tokens
 

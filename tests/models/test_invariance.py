@@ -1,4 +1,4 @@
-"""A node's logits have the same bits alone and in any company, in any packing of the cache."""
+"""A node's logits have the same bits alone and in any together, in any packing of the cache."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_chunks_of_a_prompt_do_not_matter(model: Decoder) -> None:
         assert np.array_equal(Hand(model, pages).read(prompt, chunk), whole), chunk
 
 
-def test_company_does_not_matter(model: Decoder) -> None:
+def test_the_batch_does_not_matter(model: Decoder) -> None:
     prompts = [tokens(n, seed=n) for n in (5, 64, 1, 90, 17)]
     alone = [Hand(model, list(range(12))).read(prompt) for prompt in prompts]
     hands = [Hand(model, list(range(i * 12, i * 12 + 12))) for i in range(5)]
@@ -103,7 +103,7 @@ def test_each_path_of_a_tree_is_a_chain(model: Decoder, context: int) -> None:
         assert np.array_equal(alone[-1], scored[path[-1]])
 
 
-def test_wide_trees_and_forests_in_company(model: Decoder) -> None:
+def test_wide_trees_and_forests_in_batches(model: Decoder) -> None:
     rng = np.random.default_rng(5)
     shape = [-1, -1] + [int(rng.integers(-1, i)) for i in range(2, 70)]
     graph = tree(tokens(70, seed=9), shape, 61)
@@ -156,7 +156,7 @@ def test_only_new_nodes_are_computed_in_later_rounds(model: Decoder) -> None:
     assert np.array_equal(logits(late), whole[6:])
 
 
-def test_blocks_and_rivals(model: Decoder) -> None:
+def test_blocks_and_siblings(model: Decoder) -> None:
     """Nodes of a block see each other; rivals at the same positions do not."""
     hand = Hand(model, PAGES)
     hand.read(tokens(58))
@@ -173,8 +173,8 @@ def test_probes_at_positions_that_are_taken(model: Decoder) -> None:
     hand.read(tokens(70))
     probe = chain([5, 6, 7], positions=[40, 69, 70])
     alone = logits(hand.run(probe))
-    company = union(tree([1, 2, 3], [-1, 0, 0], 70), probe, chain([8, 9], 70))
-    assert np.array_equal(logits(hand.run(company))[3:6], alone)
+    together = union(tree([1, 2, 3], [-1, 0, 0], 70), probe, chain([8, 9], 70))
+    assert np.array_equal(logits(hand.run(together))[3:6], alone)
     split = Hand(model, list(range(12)))
     split.read(tokens(70), 9)
     first = chain([5], positions=[40])

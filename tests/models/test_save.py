@@ -23,7 +23,7 @@ def copied(source: str, folder: Path) -> tuple[Any, Any]:
     config, read, tokenizer = opened(locate(source))
     tensors = read()
     folder.mkdir()
-    for name, text in save.beside(locate(source), config, tokenizer).items():
+    for name, text in save.companion_files(locate(source), config, tokenizer).items():
         (folder / name).write_text(text)
     save_file(save.stored(config, tensors), folder / "model.safetensors")
     found, again, words = opened(folder)
@@ -68,7 +68,7 @@ def test_what_has_no_place_in_a_folder_is_refused(tmp_path: Path) -> None:
     )
     config, _, tokenizer = opened(file)
     with pytest.raises(UnsupportedModel, match="name the published checkpoint folder"):
-        save.beside(file, config, tokenizer)
+        save.companion_files(file, config, tokenizer)
     weights = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
     weights["model.norm.weight"] = weights["model.norm.weight"] + 1e9
     with pytest.raises(CorruptModel, match="too large for half precision"):

@@ -1,4 +1,4 @@
-"""Each operation gives a row the same bits whatever stands beside it."""
+"""Each operation gives a row the same bits whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from outstride.core.graph import block, chain, tree
-from outstride.core.sequence import Table
+from outstride.core.sequence import BlockTable
 from outstride.ops import arithmetic as ops
+from outstride.ops.attention_plan import plan
 from outstride.ops.contract import Span
-from outstride.ops.plan import plan
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
@@ -22,7 +22,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def alone_and_in_company(operation: Rows, rows: torch.Tensor) -> None:
+def alone_and_in_a_batch(operation: Rows, rows: torch.Tensor) -> None:
     """The operation on every row by itself, on all, on a part, and in another order."""
     whole = operation(ops.pad(rows))[: len(rows)]
     for i in range(0, len(rows), 7):
@@ -35,7 +35,7 @@ def alone_and_in_company(operation: Rows, rows: torch.Tensor) -> None:
 @pytest.mark.parametrize(("inner", "outer"), [(48, 97), (576, 1536), (1536, 576), (64, 9000)])
 def test_linear(inner: int, outer: int) -> None:
     weight, bias, rows = noise(outer, inner), noise(outer, seed=1), noise(100, inner, seed=2)
-    alone_and_in_company(lambda x: ops.linear(x, weight, bias), rows)
+    alone_and_in_a_batch(lambda x: ops.linear(x, weight, bias), rows)
     whole = ops.linear(ops.pad(rows), weight, bias)[:100]
     torch.testing.assert_close(whole, rows @ weight.T + bias, rtol=1e-4, atol=2e-4)
 
@@ -43,14 +43,14 @@ def test_linear(inner: int, outer: int) -> None:
 @pytest.mark.parametrize("width", [16, 48, 100, 576, 4096])
 def test_rms_norm(width: int) -> None:
     weight, rows = noise(width), noise(37, width, seed=1)
-    alone_and_in_company(lambda x: ops.rms_norm(x, weight, 1e-5), rows)
+    alone_and_in_a_batch(lambda x: ops.rms_norm(x, weight, 1e-5), rows)
     right = rows / torch.sqrt(rows.square().mean(-1, keepdim=True) + 1e-5) * weight
     torch.testing.assert_close(ops.rms_norm(ops.pad(rows), weight, 1e-5)[:37], right)
 
 
 def test_rms_norm_of_heads() -> None:
     weight = noise(24)
-    alone_and_in_company(lambda x: ops.rms_norm(x, weight, 1e-6), noise(37, 5, 24, seed=1))
+    alone_and_in_a_batch(lambda x: ops.rms_norm(x, weight, 1e-6), noise(37, 5, 24, seed=1))
 
 
 @pytest.mark.parametrize("width", [1, 7, 100, 1536])
@@ -61,7 +61,7 @@ def test_silu_mul(width: int) -> None:
         gate, up = x.chunk(2, dim=-1)
         return ops.silu_mul(gate, up)
 
-    alone_and_in_company(operation, rows)
+    alone_and_in_a_batch(operation, rows)
     gate, up = rows.chunk(2, dim=-1)
     torch.testing.assert_close(operation(rows), torch.nn.functional.silu(gate) * up)
 
@@ -131,7 +131,9 @@ def naive(span: Span, queries: torch.Tensor, slots: int, window: int | None) -> 
 @pytest.mark.parametrize("window", [None, 1, 64, 100])
 @pytest.mark.parametrize("context", [0, 63, 200])
 def test_attention_against_the_definition(context: int, window: int | None) -> None:
-    table = Table(pages=[3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 7, 30, 13], positions=list(range(context)))
+    table = BlockTable(
+        pages=[3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 7, 30, 13], positions=list(range(context))
+    )
     graphs = [
         chain([0] * 70, context),
         tree([0] * 9, [-1, 0, 0, 1, 1, 2, -1, 6, 7], context),
@@ -149,7 +151,7 @@ def test_attention_against_the_definition(context: int, window: int | None) -> N
 
 
 def test_attention_alone_and_among_others() -> None:
-    tables = [Table(pages=[i], positions=list(range(i))) for i in range(16)]
+    tables = [BlockTable(pages=[i], positions=list(range(i))) for i in range(16)]
     spans, row = [], 0
     for i, table in enumerate(tables):
         graph = chain([0] * (i % 3 + 1), i)
@@ -164,16 +166,16 @@ def test_attention_alone_and_among_others() -> None:
 
 
 def test_slots_do_not_matter() -> None:
-    """The same entries in other slots, listed in another order, give the same bits."""
+    """The same KV in other slots, listed in another order, gives the same bits."""
     keys, values = pools(600)
     order = np.random.default_rng(0).permutation(100)
     queries = noise(HEADS, 16 * GROUP, SIZE)
     graph = chain([0] * 3, 100)
-    straight = Span(graph, np.arange(100, 103), Table(list(range(10)), list(range(100))), 0, 0)
+    straight = Span(graph, np.arange(100, 103), BlockTable(list(range(10)), list(range(100))), 0, 0)
     shuffled = Span(
         graph,
         np.asarray([500, 480, 490]),
-        Table(list(range(20, 30)), [int(p) for p in order]),
+        BlockTable(list(range(20, 30)), [int(p) for p in order]),
         0,
         0,
     )
@@ -190,7 +192,7 @@ def test_slots_do_not_matter() -> None:
 def test_scores_far_apart_do_not_overflow() -> None:
     keys, values = pools(400)
     queries = 1e3 * noise(HEADS, 16 * GROUP, SIZE)
-    table = Table(pages=list(range(12)), positions=list(range(180)))
+    table = BlockTable(pages=list(range(12)), positions=list(range(180)))
     span = Span(chain([0] * 4, 180), np.arange(200, 204), table, 0, 0)
     made = plan([span], group=GROUP, kv_heads=HEADS, window=None, page_size=PAGE)
     assert torch.isfinite(ops.attention(queries, 1e3 * keys, values, made)).all()

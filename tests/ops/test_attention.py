@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from outstride.core.graph import FloatArray
-from outstride.core.host import address
+from outstride.core.host_library import address
 from outstride.ops.cpu import native
 
 pytestmark = pytest.mark.skipif(
@@ -86,7 +86,9 @@ class Cache:
         shape = SLOTS, self.kv_heads, self.size
         self.keys = (self.sharp * rng.standard_normal(shape)).astype(np.float32)
         self.values = rng.standard_normal(shape).astype(np.float32)
-        self._matrix = native.Matrix(tiles=-(-(self.heads + 2 * self.kv_heads) * self.size // 16))
+        self._matrix = native.MatrixStruct(
+            tiles=-(-(self.heads + 2 * self.kv_heads) * self.size // 16)
+        )
         size = SLOTS // 16 * self.kv_heads * native.library().outstride_record(self.size)
         memory = (np.zeros(size + 64, dtype=np.uint8) for _ in range(2))
         self._memory = [m[-address(m) % 64 :][:size] for m in memory]
@@ -103,7 +105,7 @@ class Cache:
             nodes[i] = i, q.start, count, q.direct, places[q.pages], len(tails)
             tails += q.slots[q.direct :]
         kept = [nodes, np.asarray([*pages, 0], np.int32), np.asarray([*tails, 0], np.int32)]
-        batch = native.Pass(
+        batch = native.PassStruct(
             qkv=address(rows),
             mixed=address(out),
             pages=address(kept[1]),
@@ -116,7 +118,7 @@ class Cache:
             page_size=PAGE,
             scale=self.size**-0.5,
         )
-        layer = native.Layer(
+        layer = native.LayerStruct(
             batch=ctypes.pointer(batch),
             nodes=ctypes.pointer(ctypes.c_void_p(address(nodes))),
             qkv=ctypes.pointer(self._matrix),
@@ -222,7 +224,7 @@ def test_what_the_graph_says(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(3))
-def test_alone_and_in_company(shape: str, seed: int) -> None:
+def test_alone_and_in_batches(shape: str, seed: int) -> None:
     """Every build, any number of threads, any neighbours, any order."""
     cache, queries = SHAPES[shape], some_queries(seed)
     rows = cache.rows(len(queries))
@@ -244,7 +246,7 @@ def test_alone_and_in_company(shape: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_windows_alone_and_in_company(shape: str) -> None:
+def test_windows_alone_and_in_batches(shape: str) -> None:
     """Chunks begin where they always do, wherever a neighbour's window begins."""
     cache = SHAPES[shape]
     queries = [chained(pages(), 2 * CHUNK + 60 + i, 37 * i) for i in range(20)]

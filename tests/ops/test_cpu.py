@@ -13,15 +13,19 @@ import pytest
 
 from outstride.core.graph import FloatArray, NodeId, block, chain, tree
 from outstride.core.proposal import Proposal, Wants
-from outstride.core.sampling import Draw, Purpose, best
+from outstride.core.sampling import Purpose, SamplingSpec, best
 from outstride.errors import CorruptModel
 from outstride.models.decoder import Decoder
-from outstride.ops.contract import Model, Ops
+from outstride.ops.contract import Ops
 from outstride.ops.cpu import Cpu, native
-from outstride.ops.cpu.packed import Packed, alternating
-from outstride.ops.cpu.stir import Stir, hartley
-from outstride.ops.cpu.weights import Weights
+from outstride.ops.cpu.gemm import Gemm
+from outstride.ops.cpu.hadamard import HadamardRotation, hartley
+from outstride.ops.cpu.int8 import Int8Matrix, alternating
+from outstride.ops.cpu.runtime import Runtime
+from outstride.ops.cpu.sampler import Sampler
+from outstride.ops.cpu.weights import PackedModel
 from outstride.ops.reference import Reference
+from outstride.ops.weights import ModelWeights
 from tests.models.drive import Hand, logits, random_decoder, tiny, tokens
 
 pytestmark = pytest.mark.skipif(
@@ -51,7 +55,7 @@ def isas() -> list[int]:
     return list(range(native.library().outstride_best_isa() + 1))
 
 
-def decoder(ops: Callable[[Model], Ops], **changes: Any) -> Decoder:
+def decoder(ops: Callable[[ModelWeights], Ops], **changes: Any) -> Decoder:
     return random_decoder(tiny(**changes), pages=64, make_ops=ops, rounded=True)
 
 
@@ -150,7 +154,7 @@ def test_greedy_rows_never_become_rows_of_the_vocabulary() -> None:
 def test_the_best_of_greedy_rows_are_those_of_the_core(isa: int, count: int) -> None:
     """Kept per thread while the rows are made; half of the vocabulary ties with the other half."""
 
-    def doubled(model: Model) -> Ops:
+    def doubled(model: ModelWeights) -> Ops:
         model.embedding[60:120] = model.embedding[:60].clone()
         return Cpu.of(model, isa=isa, count=count)
 
@@ -158,30 +162,30 @@ def test_the_best_of_greedy_rows_are_those_of_the_core(isa: int, count: int) -> 
     hand = Hand(model, list(range(30)))
     graph = chain([int(t) % 133 for t in tokens(40)])
     rows = logits(hand.run(graph))
-    for k in (1, 2, 7, native.MOST_FUSED, native.MOST_FUSED + 1):
+    for k in (1, 2, 7, native.MAX_FUSED, native.MAX_FUSED + 1):
         found = hand.run(graph, Wants(nodes=tuple(range(40)), best=k)).best
         for i, row in enumerate(rows):
-            assert found[i].tolist() == best(row, Draw(), i + 1, k).tolist()
+            assert found[i].tolist() == best(row, SamplingSpec(), i + 1, k).tolist()
 
 
-def stirring(width: int) -> npt.NDArray[Any]:
-    """What a row of so many columns is multiplied with when it is stirred, written out."""
-    stir = Stir.of(width)
+def rotation_matrix(width: int) -> npt.NDArray[Any]:
+    """The matrix that rotates a row of this width."""
+    rotation = HadamardRotation.of(width)
     table: npt.NDArray[Any] = np.ones((1, 1))
-    while len(table) < stir.run:
+    while len(table) < rotation.run:
         table = np.kron([[1.0, 1.0], [1.0, -1.0]], table)
-    for factor in stir.factors[:-1]:
+    for factor in rotation.factors[:-1]:
         table = np.kron(hartley(int(factor)), table)
-    return np.kron(np.eye(width // len(table)), table) * stir.signs
+    return np.kron(np.eye(width // len(table)), table) * rotation.signs
 
 
 WIDTHS = (16, 48, 64, 96, 576, 43 * 16, 67 * 16, 1536, 9008)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_stirring_is_a_rotation(width: int) -> None:
+def test_the_rotation_is_orthogonal(width: int) -> None:
     """Up to a factor; none of its entries stands out, where the width has no large prime factor."""
-    table, run = stirring(width), Stir.of(width).run
+    table, run = rotation_matrix(width), HadamardRotation.of(width).run
     np.testing.assert_allclose(table @ table.T, run * np.eye(width), atol=1e-9 * run)
     if width in (64, 96, 576, 1536):
         assert np.abs(table).max() < 2.01 * np.sqrt(run / width)
@@ -189,46 +193,52 @@ def test_stirring_is_a_rotation(width: int) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_packing_is_rounding(width: int) -> None:
-    """Half a step of a grid from the least to the largest of the stirred row, or around 0."""
+    """Half a step of a grid from the least to the largest of the rotated row, or around 0."""
     rng = np.random.default_rng(0)
-    stir, k = Stir.of(width), width - width % 3
+    rotation, k = HadamardRotation.of(width), width - width % 3
     weight = rng.standard_normal((37, k)).astype(np.float32)
     weight[0] = 0.0
     weight[1] = np.abs(weight[1])
     weight[:, 1] *= 30
-    packed = Packed.of(weight, None, width)
+    packed = Int8Matrix.of(weight, None, width)
     back = packed.rows(np.arange(37), k)
-    stirred = weight @ stirring(width)[:, :k].T / stir.run
-    low, high = (np.minimum(stirred.min(axis=1), 0), np.maximum(stirred.max(axis=1), 0))
+    rotated = weight @ rotation_matrix(width)[:, :k].T / rotation.run
+    low, high = (np.minimum(rotated.min(axis=1), 0), np.maximum(rotated.max(axis=1), 0))
     step = np.maximum(np.maximum(high, -low) / 127, (high - low) / 255)
     whole = np.zeros((37, width))
     whole[:, :k] = back
     off = np.sqrt(np.square(whole - np.pad(weight, ((0, 0), (0, width - k)))).sum(axis=1))
-    assert np.all(off <= 0.5001 * step * np.sqrt(width * stir.run) + 1e-5 * np.abs(weight).max())
+    assert np.all(
+        off <= 0.5001 * step * np.sqrt(width * rotation.run) + 1e-5 * np.abs(weight).max()
+    )
     assert np.abs(back[0]).max() == 0
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_products_are_those_of_rounded_rows(width: int) -> None:
-    """In every build, for any number of rows: both sides stirred, then eight bits for each row."""
+    """In every build, for any number of rows: both sides rotated, then eight bits for each row."""
     rng = np.random.default_rng(width)
     weight = rng.standard_normal((50, width)).astype(np.float32)
     x = rng.standard_normal((45, width)).astype(np.float32)
     x[:, 3] *= 40
-    packed, stir = Packed.of(weight, None, width), stirring(width)
-    turned = x @ stir.T
-    step = np.abs(turned).max(axis=1, keepdims=True) / 127
-    codes = np.rint(turned / step)
-    expected = codes * step @ (packed.rows(np.arange(50), width) @ stir.T).T / Stir.of(width).run
+    packed, rotation = Int8Matrix.of(weight, None, width), rotation_matrix(width)
+    rotated_x = x @ rotation.T
+    step = np.abs(rotated_x).max(axis=1, keepdims=True) / 127
+    codes = np.rint(rotated_x / step)
+    expected = (
+        codes
+        * step
+        @ (packed.rows(np.arange(50), width) @ rotation.T).T
+        / HadamardRotation.of(width).run
+    )
     exact = x @ weight.T
     for isa in isas():
         model = random_decoder(tiny(), pages=4, make_ops=partial(Cpu.of, isa=isa))
         ops = model.ops
         assert isinstance(ops, Cpu)
-        ops._deepest = width
-        ops._open(64)
+        ops.runtime.reserve_depth(width)
         for count in (1, 2, 3, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 45):
-            found = ops.times(x[:count], packed)
+            found = ops.gemm.times(x[:count], packed)
             off = np.abs(found - expected[:count]).max()
             assert off < 2 * step.max() * np.abs(weight).max()  # codes on an edge fall either way
             assert np.sqrt(np.mean((found - expected[:count]) ** 2)) < 0.003 * exact.std()
@@ -239,7 +249,7 @@ def test_products_are_those_of_rounded_rows(width: int) -> None:
 def test_long_sums_do_not_overflow(sign: int) -> None:
     """Beyond 4,096 terms the sum is cut: all weights and activations at their largest."""
 
-    def full(make_ops: Callable[[Model], Ops], model: Model) -> Ops:
+    def full(make_ops: Callable[[ModelWeights], Ops], model: ModelWeights) -> Ops:
         model.layers[0].gate_up.fill_(0.01)
         model.layers[0].down.fill_(sign * 0.001)
         return make_ops(model)
@@ -263,9 +273,11 @@ def test_gate_and_up_take_turns() -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda: Packed.of(np.zeros((4, 8), dtype=np.float32), None, 15),
-        lambda: Packed.of(np.zeros((4, 32), dtype=np.float32), None, 16),
-        lambda: Packed.of(np.zeros((4, 8), dtype=np.float32), None, 16).rows(np.asarray([4]), 8),
+        lambda: Int8Matrix.of(np.zeros((4, 8), dtype=np.float32), None, 15),
+        lambda: Int8Matrix.of(np.zeros((4, 32), dtype=np.float32), None, 16),
+        lambda: Int8Matrix.of(np.zeros((4, 8), dtype=np.float32), None, 16).rows(
+            np.asarray([4]), 8
+        ),
     ],
 )
 def test_wrong_shapes_are_exceptions(spoil: Callable[[], Any]) -> None:
@@ -279,16 +291,16 @@ def test_an_instruction_set_that_is_not_there() -> None:
 
 
 DRAWS = [
-    Draw(temperature=1.0),
-    Draw(temperature=0.7, seed=3),
-    Draw(temperature=0.8, top_p=0.95, seed=4, index=2),
-    Draw(temperature=0.8, top_p=0.3, seed=2**63),
-    Draw(temperature=1.3, top_k=7, seed=5),
-    Draw(temperature=1.3, top_k=500, top_p=0.5, seed=5),
-    Draw(temperature=1.0, min_p=0.05, seed=6),
-    Draw(temperature=1.1, top_k=40, top_p=0.9, min_p=0.02, seed=7, purpose=Purpose.DRAFT),
-    Draw(temperature=5.0, top_p=0.999, seed=8),
-    Draw(),
+    SamplingSpec(temperature=1.0),
+    SamplingSpec(temperature=0.7, seed=3),
+    SamplingSpec(temperature=0.8, top_p=0.95, seed=4, index=2),
+    SamplingSpec(temperature=0.8, top_p=0.3, seed=2**63),
+    SamplingSpec(temperature=1.3, top_k=7, seed=5),
+    SamplingSpec(temperature=1.3, top_k=500, top_p=0.5, seed=5),
+    SamplingSpec(temperature=1.0, min_p=0.05, seed=6),
+    SamplingSpec(temperature=1.1, top_k=40, top_p=0.9, min_p=0.02, seed=7, purpose=Purpose.DRAFT),
+    SamplingSpec(temperature=5.0, top_p=0.999, seed=8),
+    SamplingSpec(),
 ]
 
 
@@ -297,9 +309,10 @@ DRAWS = [
 def test_tokens_are_chosen_by_the_rule_of_the_core(isa: int, k: int) -> None:
     """Bit for bit: native noise, filters and ties against core.sampling."""
     config = tiny(vocab_size=1013)
-    cpu = Cpu.__new__(Cpu)
-    cpu._lib, cpu._shape, cpu._threads = native.library(), config, 2
-    cpu._engine = cpu._lib.outstride_open(2, isa, 4, 64, 2048)
+    runtime = Runtime.__new__(Runtime)
+    runtime.lib, runtime.shape, runtime.threads = native.library(), config, 2
+    runtime.engine = runtime.lib.outstride_open(2, isa, 4, 64, 2048)
+    sampler = Sampler(runtime, Gemm(runtime))
     rng = np.random.default_rng(1)
     rows = np.zeros((40, 1024), dtype=np.float32)
     rows[:, :1013] = rng.standard_normal((40, 1013)) * rng.uniform(0.1, 8, (40, 1))
@@ -308,8 +321,8 @@ def test_tokens_are_chosen_by_the_rule_of_the_core(isa: int, k: int) -> None:
         asked = []
         for i in range(40):
             graph = chain([1], 17 * i)
-            asked.append((Proposal(graph, 1, draw=draw, wants=Wants(best=k)), 0))
-        found = cpu._drawn(asked, rows)
+            asked.append((Proposal(graph, 1, sampling=draw, wants=Wants(best=k)), 0))
+        found = sampler.sample(asked, rows)
         for i, row in enumerate(rows):
             right = best(row[:1013], draw, 17 * i + 1, k)
             assert found[i][: len(right)].tolist() == right.tolist()
@@ -326,19 +339,19 @@ def test_kept_weights_are_the_same(tmp_path: Path) -> None:
         first = decoder(Cpu.of, **SHAPES[shape])
         assert isinstance(first.ops, Cpu)
         path = tmp_path / f"{shape}.safetensors"
-        first.ops._weights.write(path, {**about, "digest": "d"})
-        weights, known = Weights.read(path, config, about)
+        first.ops.runtime.weights.write(path, {**about, "digest": "d"})
+        weights, known = PackedModel.read(path, config, about)
         assert known["digest"] == "d"
         ops = Cpu(config, weights, slots=64 * 16, page_size=16)
         second = Decoder(config, ops, "d", pages=64)
         np.testing.assert_array_equal(read(second, 70), read(first, 70))
         with pytest.raises(CorruptModel, match="other weights"):
-            Weights.read(path, config, {"source": "elsewhere"})
+            PackedModel.read(path, config, {"source": "elsewhere"})
         data = bytearray(path.read_bytes())
         data[-100] ^= 1
         path.write_bytes(data)
         with pytest.raises(CorruptModel, match="damaged"):
-            Weights.read(path, config, about)
+            PackedModel.read(path, config, about)
         path.write_bytes(data[: len(data) // 2])
         with pytest.raises(CorruptModel, match="cannot be read"):
-            Weights.read(path, config, about)
+            PackedModel.read(path, config, about)

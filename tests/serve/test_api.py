@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import openai
 import pytest
 
 from outstride import LLM, SamplingParams
-from tests.serve.running import MESSAGES, Running
+from tests.serve.running import CAP, MESSAGES, Running, wait_until
 
 SCHEMA = {
     "type": "object",
@@ -77,13 +76,39 @@ def test_a_stream_without_usage_has_none(client: openai.OpenAI) -> None:
     assert all(chunk.usage is None for chunk in chat(client, stream=True))
 
 
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+@pytest.mark.parametrize("last", [False, True])
+def test_usage_in_every_chunk(client: openai.OpenAI, kind: str, last: bool) -> None:
+    options: Any = {"include_usage": last, "continuous_usage_stats": True}
+    sampling: Any = {"max_tokens": 12, "n": 2, "temperature": 1.0, "seed": 3}
+    stream: Any = (
+        chat(client, stream=True, stream_options=options, **sampling)
+        if kind == "chat"
+        else client.completions.create(
+            model="tiny", prompt="the", stream=True, stream_options=options, **sampling
+        )
+    )
+    chunks = list(stream)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] > 0
+    assert len(set(counts)) > 3
+    for chunk in chunks:
+        usage = chunk.usage
+        assert usage.prompt_tokens > 0
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert bool(chunks[-1].choices) is not last
+    if last:
+        assert chunks[-1].usage.outstride["emitted"] == counts[-1] == counts[-2]
+
+
 def test_one_chunk_per_pass(client: openai.OpenAI) -> None:
     chunks = list(chat(client, stream=True, stream_options={"include_usage": True}, max_tokens=64))
     assert len(chunks) - 1 <= chunks[-1].usage.outstride["passes"]
 
 
 @pytest.mark.parametrize("method", ["plain", "ngram", "auto", "mix", "lookahead", "suffix"])
-def test_every_exact_method_says_the_same(client: openai.OpenAI, method: str) -> None:
+def test_every_exact_method_gives_the_same_text(client: openai.OpenAI, method: str) -> None:
     plain = chat(client, own={"method": "plain"}, temperature=0.8, seed=11, max_tokens=40)
     found = chat(client, own={"method": method}, temperature=0.8, seed=11, max_tokens=40)
     assert found.choices[0].message.content == plain.choices[0].message.content
@@ -114,18 +139,18 @@ def test_seeds_stops_and_bias(client: openai.OpenAI) -> None:
     assert one != chat(client, temperature=1.0, seed=6).choices[0].message.content
     plain = chat(client, max_tokens=40).choices[0].message.content
     mark = plain[5:7]
-    stopped = chat(client, max_tokens=40, stop=[mark, "never said"])
+    stopped = chat(client, max_tokens=40, stop=[mark, "not there"])
     assert stopped.choices[0].message.content == plain[: plain.index(mark)]
     assert stopped.choices[0].finish_reason == "stop"
     forced = chat(client, logit_bias={"70": 100.0}, max_tokens=4)
     assert len(set(forced.choices[0].message.content)) == 1
-    penalised = chat(
+    penalized = chat(
         client, logit_bias={"70": 8.0}, max_tokens=12, frequency_penalty=2.0, presence_penalty=2.0
     )
-    assert len(set(penalised.choices[0].message.content)) > 1
+    assert len(set(penalized.choices[0].message.content)) > 1
 
 
-def test_a_seed_that_was_drawn_is_returned(client: openai.OpenAI) -> None:
+def test_a_random_seed_is_returned(client: openai.OpenAI) -> None:
     first = chat(client, temperature=1.0)
     seed = first.usage.outstride["seed"]
     again = chat(client, temperature=1.0, seed=seed)
@@ -149,9 +174,7 @@ def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
     assert [row.logprob for row in streamed] == [row.logprob for row in rows]
 
 
-def test_loglikelihood_as_evaluation_harnesses_ask_for_it(
-    client: openai.OpenAI, model: Any
-) -> None:
+def test_loglikelihood_of_evaluation_harnesses(client: openai.OpenAI, model: Any) -> None:
     """Echoed prompts with one token generated; everything but that token is summed up."""
     prompts = [[5, 80, 81, 90, 12, 13], [5, 80, 33, 34]]
     found = client.completions.create(
@@ -186,14 +209,14 @@ def test_completions(client: openai.OpenAI) -> None:
         model="tiny", prompt="in the", max_tokens=8, n=2, seed=1, temperature=1
     )
     assert [c.text for c in both.choices[2:]] == [c.text for c in alone.choices]
-    silent = client.completions.create(model="tiny", prompt="in the", max_tokens=0, echo=True)
-    assert silent.choices[0].text == "in the"
-    assert silent.usage
-    assert silent.usage.completion_tokens == 0
-    pieces = client.completions.create(
+    echoed = client.completions.create(model="tiny", prompt="in the", max_tokens=0, echo=True)
+    assert echoed.choices[0].text == "in the"
+    assert echoed.usage
+    assert echoed.usage.completion_tokens == 0
+    stream = client.completions.create(
         model="tiny", prompt="in the", max_tokens=8, seed=1, temperature=1, stream=True
     )
-    assert "".join(chunk.choices[0].text for chunk in pieces) == alone.choices[0].text
+    assert "".join(chunk.choices[0].text for chunk in stream) == alone.choices[0].text
 
 
 def test_prompt_logprobs(client: openai.OpenAI) -> None:
@@ -212,17 +235,17 @@ def test_json_schemas(client: openai.OpenAI, method: str) -> None:
     jsonschema.validate(json.loads(found.choices[0].message.content), SCHEMA)
 
 
-def test_other_shapes(client: openai.OpenAI) -> None:
-    shapes: list[tuple[dict[str, str], Callable[[str], bool]]] = [
+def test_other_response_formats(client: openai.OpenAI) -> None:
+    formats: list[tuple[dict[str, str], Callable[[str], bool]]] = [
         ({"type": "json_object"}, lambda text: isinstance(json.loads(text), dict)),
         ({"type": "regex", "regex": "(red|blue)-[0-9]{2}"}, lambda text: len(text) in (6, 7)),
         ({"type": "ebnf", "grammar": 'root ::= "yes" | "no"'}, lambda text: text in ("yes", "no")),
         ({"type": "lark", "grammar": 'start: "a"~3'}, lambda text: text == "aaa"),
     ]
-    for shape, holds in shapes:
-        extra = {"response_format": shape}
+    for wanted, matches in formats:
+        extra = {"response_format": wanted}
         found = chat(client, extra_body=extra, temperature=1.0, seed=1, max_tokens=60)
-        assert holds(found.choices[0].message.content), shape
+        assert matches(found.choices[0].message.content), wanted
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -255,7 +278,7 @@ def test_required_tool_calls(client: openai.OpenAI, choice: Any, stream: bool) -
         assert call.function.name == "paint"
 
 
-def test_a_conversation_with_tools_goes_on(client: openai.OpenAI) -> None:
+def test_tool_results_in_a_conversation(client: openai.OpenAI) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "paint", "arguments": "{}"}}
     messages = [
         *MESSAGES,
@@ -283,7 +306,7 @@ def test_a_conversation_with_tools_goes_on(client: openai.OpenAI) -> None:
         ({"own": {"method": "ngram", "size": 3}}, "no option 'size'"),
         ({"own": {"method": "ngram", "length": -3}}, "ngram"),
         ({"own": {"method": "draft", "model": "/etc"}}, "--draft-model"),
-        ({"own": {"method": "block-drafter", "from": "/etc"}}, "trained parts"),
+        ({"own": {"method": "block-drafter", "from": "/etc"}}, "draft head"),
         ({"extra_body": {"temperture": 1}}, "temperture"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text only"),
@@ -300,14 +323,14 @@ def test_a_conversation_with_tools_goes_on(client: openai.OpenAI) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_a_400_that_says_so(
+def test_a_wrong_request_is_a_400_that_names_the_cause(
     client: openai.OpenAI, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=named):
         chat(client, **changes)
 
 
-def test_fields_that_change_nothing_are_taken(client: openai.OpenAI) -> None:
+def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
     fields = {
         "user": "u",
         "metadata": {"a": "b"},
@@ -331,8 +354,8 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     assert client.models.retrieve("tiny").id == "tiny"
 
 
-def test_tokens_there_and_back(server: Running) -> None:
-    with httpx.Client(base_url=server.url) as http:
+def test_tokenize_and_detokenize(server: Running) -> None:
+    with httpx.Client(base_url=server.url, timeout=CAP) as http:
         found = http.post("/tokenize", json={"prompt": 'the "thing"', "return_token_strs": True})
         assert "".join(found.json()["token_strs"]) == 'the "thing"'
         back = http.post("/detokenize", json={"tokens": found.json()["tokens"]}).json()
@@ -343,32 +366,30 @@ def test_tokens_there_and_back(server: Running) -> None:
         assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
 
 
-def test_prefixes_are_reused_and_salts_keep_tenants_apart(
-    client: openai.OpenAI, server: Running
-) -> None:
-    talk = [{"role": "user", "content": "a long story about the thing in the box " * 4}]
-    first = chat(client, messages=talk, extra_body={"cache_salt": "one"})
-    again = chat(client, messages=talk, extra_body={"cache_salt": "one"})
-    other = chat(client, messages=talk, extra_body={"cache_salt": "two"})
+def test_prefixes_are_reused_within_a_cache_salt(client: openai.OpenAI, server: Running) -> None:
+    messages = [{"role": "user", "content": "a long story about the thing in the box " * 4}]
+    first = chat(client, messages=messages, extra_body={"cache_salt": "one"})
+    again = chat(client, messages=messages, extra_body={"cache_salt": "one"})
+    other = chat(client, messages=messages, extra_body={"cache_salt": "two"})
     cached = [r.usage.prompt_tokens_details.cached_tokens for r in (first, again, other)]
     assert cached[0] == cached[2] == 0
     assert cached[1] > 100
-    assert 0 < server.metric("outstride_prefix_hit_rate") < 1
-    said = {r.choices[0].message.content for r in (first, again, other)}
-    assert len(said) == 1
+    assert 0 < server.metric("outstride_prefix_cache_hit_ratio") < 1
+    texts = {r.choices[0].message.content for r in (first, again, other)}
+    assert len(texts) == 1
 
 
 def test_state_routes(server: Running) -> None:
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=CAP) as http:
         assert http.get("/health").json() == {"status": "ok"}
-        assert http.get("/ready").status_code == 200
+        server.until_ready()
         methods = http.get("/v1/methods").json()["data"]
         assert {"plain", "auto", "ngram"} <= {entry["id"] for entry in methods}
         assert http.get("/nowhere").json()["error"]["message"]
         assert http.get("/openapi.json").json()["info"]["title"] == "Outstride"
 
 
-def test_the_log_says_nothing_of_what_was_said(client: openai.OpenAI, server: Running) -> None:
+def test_the_log_has_no_text_of_requests(client: openai.OpenAI, server: Running) -> None:
     def written() -> list[dict[str, Any]]:
         text = server.log.read_text()
         return [
@@ -378,11 +399,12 @@ def test_the_log_says_nothing_of_what_was_said(client: openai.OpenAI, server: Ru
         ]
 
     answer = chat(client, messages=[{"role": "user", "content": "my secret is xyzzy"}])
-    deadline = time.monotonic() + 10
-    mine: list[dict[str, Any]] = []
-    while not mine and time.monotonic() < deadline:
-        time.sleep(0.02)  # the line is written once the answer has left
-        mine = [line for line in written() if line.get("id") == answer.id]
+
+    def lines() -> list[dict[str, Any]]:
+        return [line for line in written() if line.get("id") == answer.id]
+
+    wait_until(lambda: bool(lines()), "the line is written, which is after the answer is sent")
+    mine = lines()
     assert mine[0]["route"] == "/v1/chat/completions"
     assert mine[0]["status"] == 200
     assert mine[0]["completion_tokens"] > 0

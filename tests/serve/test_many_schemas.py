@@ -1,8 +1,8 @@
-"""Answers in the shape of many random schemas, from a server that runs already and has a real model.
+"""Answers for many random JSON schemas, from a running server with a real model.
 
     OUTSTRIDE_URL=http://127.0.0.1:8000 OUTSTRIDE_SCHEMAS=1000 pytest tests/serve/test_many_schemas.py
 
-Too slow to run with all other tests: without a server to ask, it is skipped.
+It is too slow to run with the other tests: without OUTSTRIDE_URL it is skipped.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tests.serve.test_robust import bounded
 URL = os.environ.get("OUTSTRIDE_URL")
 COUNT = int(os.environ.get("OUTSTRIDE_SCHEMAS", "100"))
 CLIENTS = 16
-MOST = 256
+MAX_TOKENS = 256
 
 
 @pytest.mark.skipif(not URL, reason="OUTSTRIDE_URL names no server")
-def test_every_answer_ends_and_fits_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_answer_ends_and_matches_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes: Counter[str] = Counter()
     wrong: list[Any] = []
     client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=600)
@@ -42,7 +42,7 @@ def test_every_answer_ends_and_fits_its_schema(capsys: pytest.CaptureFixture[str
                 messages=[{"role": "user", "content": f"Give me example {number} as JSON."}],
                 temperature=numbers.choice([0, 1]),
                 seed=number,
-                max_tokens=MOST,
+                max_tokens=MAX_TOKENS,
                 response_format={
                     "type": "json_schema",
                     "json_schema": {"name": "x", "schema": schema},

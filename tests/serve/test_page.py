@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,15 +16,15 @@ import pytest
 
 from outstride.serve.settings import PAGE, PAGE_FILES
 from tests.serve import tiny
-from tests.serve.running import Running, start
+from tests.serve.running import CAP, Running, start
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 browser_needed = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium is installed (Debian: apt install chromium)"
 )
-PATIENCE = 30_000
-"""Milliseconds for what takes one at most, unless the machine is busy."""
+TIMEOUT = 1000 * CAP
+"""Milliseconds after which the browser gives up waiting: more than a busy machine needs."""
 KEY = "sesame"
 
 
@@ -36,7 +37,7 @@ def masked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(masked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     log = tmp_path_factory.mktemp("log") / "site.log"
     with start(
-        masked, log, "--max-sequences", "4", "--queue", "4", "--pages", "1024", modest=True
+        masked, log, "--max-sequences", "4", "--queue", "4", "--pages", "1024", slow=True
     ) as running:
         yield running
 
@@ -50,11 +51,11 @@ def browser() -> Iterator[Any]:
 
 
 class Visitor:
-    """A browser's window, and everything that went wrong in it."""
+    """A browser window, and everything that went wrong in it."""
 
     def __init__(self, browser: Any, server: Running, **options: Any) -> None:
         self.context = browser.new_context(**options)
-        self.context.set_default_timeout(PATIENCE)
+        self.context.set_default_timeout(TIMEOUT)
         self.page = self.context.new_page()
         self.server = server
         self.faults: list[str] = []
@@ -91,7 +92,7 @@ class Visitor:
 
 @pytest.fixture
 def visitor(browser: Any, site: Running) -> Iterator[Visitor]:
-    """Somebody on whose screen nothing may go wrong, and whose browser asks nobody else."""
+    """A browser window without errors in its console and without requests to other servers."""
     found = Visitor(browser, site)
     yield found
     found.context.close()
@@ -104,13 +105,13 @@ def visitor(browser: Any, site: Running) -> Iterator[Visitor]:
 
 def test_files_are_served_with_a_strict_policy(site: Running) -> None:
     for name in ("", *PAGE_FILES):
-        found = httpx.get(f"{site.url}/{name}")
+        found = httpx.get(f"{site.url}/{name}", timeout=CAP)
         assert found.status_code == 200
         assert found.headers["content-type"].startswith(PAGE_FILES[name or "index.html"])
         policy = found.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
-    assert httpx.get(f"{site.url}/settings.py").status_code == 404
+    assert httpx.get(f"{site.url}/settings.py", timeout=CAP).status_code == 404
     assert {path.name for path in PAGE.iterdir()} == set(PAGE_FILES)
 
 
@@ -128,7 +129,7 @@ def test_nothing_is_inline_and_nothing_comes_from_outside() -> None:
         text = (PAGE / name).read_text(encoding="utf-8")
         links = set(re.findall(r"""https?://[^\s"'<>)]+""", text))
         assert links <= {"http://www.w3.org/2000/svg"}, name
-        assert "innerHTML" not in text  # what models say is text, never markup
+        assert "innerHTML" not in text  # answers are text, never markup
 
 
 # --- races ------------------------------------------------------------------------------------------
@@ -153,15 +154,15 @@ def test_a_race_runs_to_the_end_and_both_texts_are_equal(visitor: Visitor, fragm
     for pane in (1, 2):
         bars = page.locator(f".pane:nth-child({pane}) .bar")
         assert bars.count() == passes[pane - 1]
-    told = page.inner_text("#status")
-    assert told.startswith("Finished.")
-    assert "passes with ngram" in told
-    assert "equal, token for token" in told
+    message = page.inner_text("#status")
+    assert message.startswith("Finished.")
+    assert "passes with ngram" in message
+    assert "equal, token for token" in message
 
 
 @browser_needed
 def test_a_wrong_token_is_noticed(visitor: Visitor) -> None:
-    """An exact method that says one other token than plain is a fault, and the page says so."""
+    """An exact method with another token than plain is a fault, and the page says so."""
     page = visitor.visit("#method=ngram&max_tokens=24")
 
     def tamper(route: Any) -> None:
@@ -181,22 +182,78 @@ def test_a_wrong_token_is_noticed(visitor: Visitor) -> None:
     assert page.locator(".differs").count() == 2
 
 
+CODE = "Before.\n```python\nclass Stack:\n    def push(self, item):\n```\nAfter."
+
+
+def answer(route: Any, seconds: float, passes: int) -> None:
+    """Answers a chat with `CODE`, a token per word or blank, after a time."""
+    time.sleep(seconds)
+    tokens = re.findall(r"\s+|``|[^\s`]+|`", CODE)
+    chunks: list[Any] = []
+    for i, text in enumerate(tokens):
+        row = {"token": i, "text": text, "pass": i + 1, "source": "", "kind": "plain"}
+        end = "length" if i == len(tokens) - 1 else None
+        chunks.append({"delta": {"content": text}, "outstride": {"trace": [row]}})
+        chunks[-1] |= {"index": 0, "finish_reason": end}
+    usage = {"outstride": {"passes": passes, "proposed": 8, "accepted": 2}}
+    events = [{"choices": [chunk]} for chunk in chunks] + [{"choices": [], "usage": usage}]
+    lines = [*map(json.dumps, events), "[DONE]"]
+    headers = {"content-type": "text/event-stream"}
+    route.fulfill(headers=headers, body="".join(f"data: {line}\n\n" for line in lines))
+
+
+@browser_needed
+@pytest.mark.parametrize("wins", [True, False])
+def test_a_loss_is_printed_smaller_than_a_win(visitor: Visitor, wins: bool) -> None:
+    page = visitor.visit("#method=ngram&order=turns")
+
+    def race(route: Any) -> None:
+        plain = route.request.post_data_json["outstride"]["method"] == "plain"
+        answer(route, 0.5 if plain is wins else 0.0, 20 if plain is wins else 10)
+
+    page.route("**/v1/chat/completions", race)
+    visitor.race()
+    sizes = page.evaluate("""() => ["ratio", "speed", "same"].map((id) =>
+        parseFloat(getComputedStyle(document.getElementById(id)).fontSize))""")
+    large = [size > 1.5 * sizes[2] for size in sizes[:2]]
+    assert large == [wins, wins]
+    assert page.inner_text("#ratio") == "2.00×"
+    assert page.inner_text("#ratio-text").startswith("fewer" if wins else "more")
+    assert page.inner_text("#speed-text").startswith("faster" if wins else "slower")
+    assert page.locator("[data-of=acceptance]").all_text_contents() == ["25%", "25%"]
+
+
+@browser_needed
+def test_code_is_monospaced_and_no_line_is_clipped(visitor: Visitor) -> None:
+    page = visitor.visit("#method=ngram")
+    page.route("**/v1/chat/completions", lambda route: answer(route, 0.0, 10))
+    visitor.race()
+    code = "".join(page.locator(".pane:first-child .token.code").all_text_contents())
+    assert code.strip("`\n ") == CODE.split("```")[1].strip()
+    families = page.evaluate("""() => [...document.querySelectorAll(".pane:first-child .token")]
+        .map((token) => [token.classList.contains("code"), getComputedStyle(token).fontFamily])""")
+    assert all(("monospace" in family) == is_code for is_code, family in families)
+    clipped = page.evaluate("""() => [...document.querySelectorAll(".pane .text")]
+        .filter((e) => e.scrollHeight > e.clientHeight || e.scrollWidth > e.clientWidth).length""")
+    assert clipped == 0
+
+
 @browser_needed
 def test_the_graph_of_a_pass_opens(visitor: Visitor) -> None:
     page = visitor.visit("#method=recycle&max_tokens=96")
     visitor.race()
     drafted = page.locator(".pane:nth-child(2) .token.d0")
-    assert drafted.count(), "no draft held: the test needs another prompt"
+    assert drafted.count(), "no draft was accepted: the test needs another prompt"
     number = drafted.first.get_attribute("data-pass")
     same = page.locator(f".pane:nth-child(2) .token[data-pass='{number}']").count()
     drafted.first.click()
     assert page.is_visible("#pass")
-    words = page.inner_text("#pass-words")
-    guessed, held = map(int, re.findall(r"(\d+) tokens? guessed, (\d+) held", words)[0])
+    summary = page.inner_text("#pass-summary")
+    drafts, accepted = map(int, re.findall(r"(\d+) tokens? drafted, (\d+) accepted", summary)[0])
     nodes = page.locator("#pass-graph .node")
-    assert nodes.count() >= guessed + 1  # what was given, and perhaps the model's own
-    assert page.locator("#pass-graph .node.rejected").count() == guessed - held
-    assert page.locator("#pass-graph .edge.held").count() == same
+    assert nodes.count() >= drafts + 1  # the given token, and perhaps the model's own
+    assert page.locator("#pass-graph .node.rejected").count() == drafts - accepted
+    assert page.locator("#pass-graph .edge.accepted").count() == same
     title = page.inner_text("#pass-title")
     page.keyboard.press("ArrowRight")
     assert page.inner_text("#pass-title") != title
@@ -223,7 +280,7 @@ def test_a_canvas_fills_in(visitor: Visitor) -> None:
     assert page.evaluate("window.seen?.length") > 0, "masks and tokens were never seen together"
     assert page.locator(".pane:nth-child(2) .mask").count() == 0
     assert page.get_attribute("#same", "data-equal") == "false"
-    assert "a text of its own" in page.inner_text("#same")
+    assert "not that of plain decoding" in page.inner_text("#same")
     shades = page.evaluate("""() => [...document.querySelectorAll(".pane:nth-child(2) .token")]
         .map((token) => [...token.classList].find((name) => /^s\\d$/.test(name)))""")
     assert len(set(shades)) > 2
@@ -251,7 +308,7 @@ def test_stop_ends_both(visitor: Visitor, site: Running, order: str) -> None:
     assert page.locator(".pane .state").all_text_contents() == ["stopped", "stopped"]
     assert page.inner_text("#status").startswith("Stopped")
     assert visitor.figures("tokens")[0] < 3000
-    site.until("outstride_answers_open", 0)
+    site.until("outstride_num_requests_in_flight", 0)
     page.evaluate("document.querySelector('#max_tokens').value = '8'")
     visitor.race()
     assert page.inner_text("#status").startswith("Finished.")
@@ -272,7 +329,7 @@ def test_a_link_holds_the_settings(visitor: Visitor) -> None:
     visitor.race()
     link = page.url
     seed = re.search(r"seed=(\d+)", link)
-    assert seed, "a seed that was drawn belongs to the link"
+    assert seed, "the random seed is part of the link"
     before = visitor.texts()
     page.goto("about:blank")
     visitor.page.goto(link)
@@ -315,7 +372,7 @@ CONTRAST = """() => {
 @browser_needed
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_text_stands_out(browser: Any, site: Running, scheme: str) -> None:
-    """By the rule of the web's accessibility guidelines for text of ordinary size."""
+    """The contrast that the web's accessibility guidelines ask for, for text of ordinary size."""
     visitor = Visitor(browser, site, color_scheme=scheme)
     page = visitor.visit("#method=ngram&max_tokens=8&order=turns")
     page.click("summary")
@@ -399,9 +456,9 @@ def test_refusals_are_shown_in_words(browser: Any, site: Running) -> None:
 def test_a_dead_server_is_reported(
     browser: Any, masked: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """It has a key, too, which the browser asks for before it shows the page."""
+    """It has an API key, too, which the browser asks for before it shows the page."""
     log = tmp_path_factory.mktemp("log") / "dying.log"
-    with start(masked, log, "--api-key", KEY, "--pages", "1024", key=KEY, modest=True) as server:
+    with start(masked, log, "--api-key", KEY, "--pages", "1024", key=KEY, slow=True) as server:
         entry = {"username": "", "password": KEY}
         visitor = Visitor(browser, server, http_credentials=entry)
         page = visitor.visit("#method=ngram&max_tokens=16")
@@ -415,7 +472,7 @@ def test_a_dead_server_is_reported(
         page.wait_for_selector("#race:enabled")
         assert "broke off" in page.inner_text("#alert")
         assert page.locator(".pane .state").all_text_contents() == ["failed", "failed"]
-        assert min(visitor.figures("tokens")) > 0, "what has arrived stays"
+        assert min(visitor.figures("tokens")) > 0, "the tokens so far stay"
         visitor.race()
         assert "does not answer" in page.inner_text("#alert")
         assert page.get_attribute("#server", "data-state") == "off"

@@ -1,4 +1,4 @@
-"""Requests that nobody would write: generated from the server's own description, and by option."""
+"""Unlikely requests: generated from the server's OpenAPI description, and for every method option."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
 
 from outstride import registry
-from tests.serve.running import MESSAGES, Running
+from tests.serve.running import CAP, MESSAGES, Running
 
 
-def test_nothing_that_the_description_allows_is_a_server_error(server: Running) -> None:
+def test_no_request_that_the_description_allows_is_a_server_error(server: Running) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     tried = 0
 
@@ -28,9 +28,7 @@ def test_nothing_that_the_description_allows_is_a_server_error(server: Running) 
         tried += 1
         if isinstance(case.body, dict) and "completions" in case.path:
             for name in ("max_tokens", "max_completion_tokens", "n"):
-                if isinstance(
-                    case.body.get(name), int
-                ):  # long answers prove no more than short ones
+                if isinstance(case.body.get(name), int):  # short answers suffice
                     case.body[name] = min(case.body[name], 4)
             case.body.setdefault("max_tokens", 4)
         case.call_and_validate(checks=[not_a_server_error])
@@ -47,14 +45,14 @@ def test_nothing_that_the_description_allows_is_a_server_error(server: Running) 
         assert isinstance(found, Ok)
         bounds(given(case=found.ok().as_strategy())(check))()
     assert tried > 100
-    assert httpx.get(f"{server.url}/ready").status_code == 200
+    server.until_ready()
 
 
 def test_no_option_of_a_method_is_a_server_error(server: Running) -> None:
-    """Whatever a client writes into a method's options, the request is served or refused."""
+    """With any value of a method's options, the request is served or refused."""
     registry.discover()
     before = server.metric("outstride_engine_restarts_total")
-    with httpx.Client(base_url=server.url, timeout=60) as http:
+    with httpx.Client(base_url=server.url, timeout=CAP) as http:
         for entry in registry.entries():
             for option in entry.options:
                 for value in (-1, 0, 10**9, 0.5, -1e300, "x", True):
@@ -65,7 +63,7 @@ def test_no_option_of_a_method_is_a_server_error(server: Running) -> None:
                     }
                     found = http.post("/v1/chat/completions", json=body)
                     assert found.status_code in (200, 400), (entry.name, option.name, value)
-        assert http.get("/ready").status_code == 200
+        server.until_ready()
     assert server.metric("outstride_engine_restarts_total") == before
 
 
@@ -98,7 +96,7 @@ def bounded(numbers: random.Random, depth: int = 0) -> dict[str, Any]:
     }
 
 
-def test_every_schema_is_kept_and_no_answer_is_cut(client: openai.OpenAI) -> None:
+def test_every_answer_matches_its_schema_and_none_is_cut(client: openai.OpenAI) -> None:
     def one(number: int) -> None:
         numbers = random.Random(number)
         schema = {**bounded(numbers), "$schema": "https://json-schema.org/draft/2020-12/schema"}

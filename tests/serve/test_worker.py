@@ -1,4 +1,4 @@
-"""The engine process from the inside: one request's failure, estimates, the one message per pass."""
+"""The engine process from the inside: a request that fails, estimates, one message per pass."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ from typing import Any
 import pytest
 
 from outstride import LLM, SamplingParams, registry
-from outstride.core.contracts import Demand, Drafter, Guessing
+from outstride.core.contracts import Demand, Drafter, DraftRounds
 from outstride.core.graph import IntArray
-from outstride.core.proposal import TARGET
-from outstride.core.sequence import Table, View
-from outstride.core.shape import Shape
-from outstride.engine.cost import Cost
-from outstride.serve.wire import (
+from outstride.core.sequence import BlockTable, View
+from outstride.core.structured_output import OutputFormat
+from outstride.policy.cost_model import CostModel
+from outstride.serve.ipc import (
     CANCEL,
-    NEWS,
+    OUTPUTS,
     PING,
     PONG,
-    QUIT,
-    START,
+    SHUTDOWN,
+    SUBMIT,
+    EngineOutput,
+    EngineRequest,
     Gauges,
-    Job,
-    News,
     pack,
     receive,
 )
-from outstride.serve.worker import Worker, _touch
-from tests.serve.running import MESSAGES
+from outstride.serve.worker import Worker, _allocate
+from tests.serve.running import CAP, MESSAGES
 
 PARAMS = SamplingParams(max_tokens=30, ignore_eos=True)
 
 
-class Fails(Drafter):
-    """Goes well for a while.
+class FailingDrafter(Drafter):
+    """Raises after some tokens.
 
     Paper: none
     Exactness: exact
@@ -46,16 +45,16 @@ class Fails(Drafter):
     """
 
     def demand(self, view: View) -> Demand:
-        return Demand(most=1, gain=1.0)
+        return Demand(max_nodes=1, gain=1.0)
 
-    def guess(self, view: View, room: int) -> Guessing:
+    def draft_tree(self, view: View, room: int) -> DraftRounds:
         yield from ()
         if view.end - view.prompt_length >= 7:
             raise RuntimeError("a drafter with a bug")
-        return (yield from super().guess(view, room))
+        return (yield from super().draft_tree(view, room))
 
 
-class Engine:
+class WorkerOnThread:
     """A worker on a thread, and the other end of its socket."""
 
     def __init__(self, llm: LLM) -> None:
@@ -69,15 +68,15 @@ class Engine:
     def send(self, *message: Any) -> None:
         self.ours.sendall(pack(message))
 
-    def until_done(self, *jobs: int) -> dict[int, list[News]]:
-        found: dict[int, list[News]] = {job: [] for job in jobs}
-        while not all(news and news[-1].done for news in found.values()):
+    def until_done(self, *ids: int) -> dict[int, list[EngineOutput]]:
+        found: dict[int, list[EngineOutput]] = {number: [] for number in ids}
+        while not all(outputs and outputs[-1].done for outputs in found.values()):
             message = receive(self.ours)
             assert message is not None
-            assert message[0] == NEWS
+            assert message[0] == OUTPUTS
             self.messages += 1
-            for news in message[1]:
-                found[news.job].append(news)
+            for output in message[1]:
+                found[output.request_id].append(output)
         return found
 
     def ask(self, what: int) -> Any:
@@ -85,34 +84,34 @@ class Engine:
         while (message := receive(self.ours)) is not None:
             if message[0] == PONG:
                 return message[2]
-        raise AssertionError("the worker went away")
+        raise AssertionError("the worker has ended")
 
 
 @pytest.fixture
-def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerOnThread]:
     registry.discover()
     monkeypatch.setattr(registry, "_methods", dict(registry._methods))
-    registry.method("fails", family="tests")(Fails)
+    registry.method("fails", family="tests")(FailingDrafter)
     with LLM(str(model), pages=512) as llm:
-        llm.engine.scheduler.cost = Cost({1: 0.010, 64: 0.0101}, frozen=True)
-        found = Engine(llm)
+        llm.engine.cost = CostModel({1: 0.010, 64: 0.0101}, frozen=True)
+        found = WorkerOnThread(llm)
         yield found
-        found.send(QUIT)
-        found.thread.join(20)
+        found.send(SHUTDOWN)
+        found.thread.join(CAP)
         assert not found.thread.is_alive()
         llm.engine.check_integrity()
         found.ours.close()
         found.theirs.close()
 
 
-def job(number: int, method: str = "plain", **more: Any) -> Job:
+def request(number: int, method: str = "plain", **more: Any) -> EngineRequest:
     options: dict[str, Any] = {"params": PARAMS, **more}
-    return Job(number, [5, 6, 7, number], method=method, **options)
+    return EngineRequest(number, [5, 6, 7, number], method=method, **options)
 
 
-def test_one_request_fails_alone(engine: Engine) -> None:
+def test_one_request_fails_alone(engine: WorkerOnThread) -> None:
     for number, method in enumerate(("plain", "fails", "ngram", "no-such-method")):
-        engine.send(START, job(number, method))
+        engine.send(SUBMIT, request(number, method))
     found = engine.until_done(0, 1, 2, 3)
     fault = found[1][-1].fault
     assert fault
@@ -129,33 +128,103 @@ def test_one_request_fails_alone(engine: Engine) -> None:
     assert engine.ask(PING).intact
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_its_request(engine: Engine) -> None:
-    engine.send(START, job(0, shape=Shape("regex", "(")))
-    engine.send(START, job(1))
+def test_a_grammar_that_cannot_be_compiled_ends_its_request(engine: WorkerOnThread) -> None:
+    engine.send(SUBMIT, request(0, output_format=OutputFormat("regex", "(")))
+    engine.send(SUBMIT, request(1))
     found = engine.until_done(0, 1)
     assert found[0][-1].fault
     assert found[1][-1].fault is None
 
 
-def test_one_message_per_pass_for_everybody(engine: Engine) -> None:
+class SlowCompiler:
+    """Compiles a regex only when it is released, and everything else at once."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._compile = llm.shaped
+        self.started, self.release = threading.Event(), threading.Event()
+        monkeypatch.setattr(llm, "shaped", self)
+
+    def __call__(self, method: Any, output_format: Any, params: Any) -> Any:
+        if output_format is not None and output_format.kind == "regex":
+            self.started.set()
+            assert self.release.wait(CAP)
+        return self._compile(method, output_format, params)
+
+
+SLOW = OutputFormat("regex", "[ab]{30}")
+
+
+def test_a_slow_grammar_delays_no_other_request(
+    engine: WorkerOnThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = SlowCompiler(engine.llm, monkeypatch)
+    engine.send(SUBMIT, request(0, output_format=SLOW))
+    assert compiler.started.wait(CAP)
+    engine.ours.settimeout(CAP)
+    engine.send(SUBMIT, request(1, params=SamplingParams(max_tokens=10_000, ignore_eos=True)))
+    engine.send(SUBMIT, request(2))
+    assert engine.ask(PING).running <= 2  # answered while the grammar is compiled
+    engine.send(CANCEL, 1)
+    outputs: list[EngineOutput] = []
+    while not (outputs and outputs[-1].done):
+        message = receive(engine.ours)
+        assert message is not None
+        outputs += [output for output in message[1] if output.request_id == 2]
+    assert engine.ask(PING).running == 0
+    compiler.release.set()
+    [*_, last] = engine.until_done(0)[0]
+    assert last.fault is None
+    assert last.end
+    assert len(last.end.tokens) == 30
+
+
+def test_a_request_that_is_cancelled_while_its_grammar_is_compiled_never_starts(
+    engine: WorkerOnThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = SlowCompiler(engine.llm, monkeypatch)
+    engine.send(SUBMIT, request(0, output_format=SLOW))
+    assert compiler.started.wait(CAP)
+    engine.send(CANCEL, 0)
+    engine.ours.settimeout(CAP)
+    assert engine.ask(PING).running == 0
+    compiler.release.set()
+    engine.send(SUBMIT, request(1, output_format=OutputFormat("ebnf", 'root ::= "ab"')))
+    found = engine.until_done(1)  # compiled after the cancelled one; an output of that would raise
+    assert found[1][-1].end
+
+
+def test_a_worker_shuts_down_while_a_grammar_is_compiled(
+    engine: WorkerOnThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = SlowCompiler(engine.llm, monkeypatch)
+    engine.send(SUBMIT, request(0, output_format=SLOW))
+    engine.send(SUBMIT, request(1, output_format=SLOW))
+    assert compiler.started.wait(CAP)
+    engine.send(SHUTDOWN)
+    engine.thread.join(CAP)
+    assert not engine.thread.is_alive()
+    compiler.release.set()
+
+
+def test_one_message_per_pass_for_all_requests(engine: WorkerOnThread) -> None:
     for number in range(4):
-        engine.send(START, job(number))
+        engine.send(SUBMIT, request(number))
     found = engine.until_done(0, 1, 2, 3)
-    passes = sum(len(news) for news in found.values())
+    passes = sum(len(outputs) for outputs in found.values())
     assert passes >= 4 * 30 - 4
     # Not four times as many; on a busy machine they do not all begin at the same pass.
-    assert engine.messages <= engine.llm.engine.ledger.steps + 4
+    assert engine.messages <= engine.llm.engine.steps + 4
 
 
-def test_who_does_not_watch_hears_of_the_end_alone(engine: Engine) -> None:
-    engine.send(START, job(0, watched=False))
-    [news] = engine.until_done(0)[0]
-    assert news.end
-    assert len(news.end.tokens) == 30
+def test_a_request_that_does_not_stream_has_one_output(engine: WorkerOnThread) -> None:
+    engine.send(SUBMIT, request(0, streaming=False))
+    [output] = engine.until_done(0)[0]
+    assert output.end
+    assert len(output.end.tokens) == 30
 
 
-def test_cancelled_requests_are_heard_of_no_more(engine: Engine) -> None:
-    engine.send(START, job(0, params=SamplingParams(max_tokens=100_000, ignore_eos=True)))
+def test_cancelled_requests_have_no_more_outputs(engine: WorkerOnThread) -> None:
+    engine.send(SUBMIT, request(0, params=SamplingParams(max_tokens=100_000, ignore_eos=True)))
     assert receive(engine.ours)
     engine.send(CANCEL, 0)
     gauges: Gauges = engine.ask(PING)
@@ -163,33 +232,33 @@ def test_cancelled_requests_are_heard_of_no_more(engine: Engine) -> None:
     assert gauges.pages_free == gauges.pages
 
 
-def test_time_saved_is_priced_by_plain_passes(engine: Engine) -> None:
+def test_time_saved_follows_the_cost_of_plain_passes(engine: WorkerOnThread) -> None:
     """Passes cost 10 ms whatever they hold: what is saved is passes."""
-    engine.send(START, job(0))
+    engine.send(SUBMIT, request(0))
     plain = engine.until_done(0)[0][-1].end
     assert plain
     assert plain.saved == pytest.approx(0.0, abs=0.02)
-    engine.send(START, job(1, "ngram"))
+    engine.send(SUBMIT, request(1, "ngram"))
     drafted = engine.until_done(1)[1][-1].end
     assert drafted
     fewer = drafted.counts["emitted"] - drafted.counts["passes"]
     assert drafted.saved == pytest.approx(0.010 * fewer, abs=0.03)
 
 
-def test_a_cache_that_contradicts_itself_shows(
-    engine: Engine, capfd: pytest.CaptureFixture[str]
+def test_a_cache_that_fails_its_integrity_check_is_reported(
+    engine: WorkerOnThread, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pool, stray = engine.llm.engine.passes.pools[TARGET], Table()
+    pool, stray = engine.llm.engine.pool(), BlockTable()
     assert engine.ask(PING).intact
-    pool.reserve(stray, 3)  # a page that belongs to nobody
+    pool.reserve(stray, 3)  # a page without an owner
     assert not engine.ask(PING).intact
     assert "integrity: page" in capfd.readouterr().err
     pool.close(stray)
-    assert not engine.ask(PING).intact  # what was wrong once is not forgotten
+    assert not engine.ask(PING).intact  # one failure stays visible
 
 
-def test_figures(engine: Engine) -> None:
-    engine.send(START, job(0))
+def test_gauges(engine: WorkerOnThread) -> None:
+    engine.send(SUBMIT, request(0))
     engine.until_done(0)
     gauges: Gauges = engine.ask(PING)
     assert gauges.totals["emitted"] == 30
@@ -197,22 +266,22 @@ def test_figures(engine: Engine) -> None:
     assert gauges.rss > 1 << 20
 
 
-def test_trace_and_logprobs_come_with_their_tokens(engine: Engine) -> None:
+def test_trace_and_logprobs_come_with_their_tokens(engine: WorkerOnThread) -> None:
     params = SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=0, ignore_eos=True)
-    engine.send(START, job(0, "ngram", params=params, trace=True))
+    engine.send(SUBMIT, request(0, "ngram", params=params, trace=True))
     found = engine.until_done(0)[0]
     end = found[-1].end
     assert end
-    trace = [row for news in found for row in news.trace or ()]
-    rows = [row for news in found for row in news.rows or ()]
+    trace = [row for output in found for row in output.trace or ()]
+    rows = [row for output in found for row in output.logprobs or ()]
     assert [row[0] for row in trace] == end.tokens
     assert [row[0][0] for row in rows] == end.tokens
-    [prompt] = [news.prompt for news in found if news.prompt is not None]
+    [prompt] = [output.prompt_logprobs for output in found if output.prompt_logprobs is not None]
     assert prompt[0] is None
     assert [row[0][0] for row in prompt[1:]] == [6, 7, 0]
 
 
-def test_the_memory_of_a_cache_is_there_before_it_is_needed(
+def test_the_memory_of_a_cache_is_allocated_before_it_is_needed(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -225,20 +294,20 @@ def test_the_memory_of_a_cache_is_there_before_it_is_needed(
             move(sources, targets)
 
         monkeypatch.setattr(llm.model, "move", noted)
-        _touch(llm.model)
+        _allocate(llm.model)
         assert sorted(written) == list(range(150 * llm.model.page_size))
         monkeypatch.undo()
-        touched = llm.generate([5, 6, 7], params)[0].token_ids
+        allocated = llm.generate([5, 6, 7], params)[0].token_ids
         llm.engine.check_integrity()
     with LLM(str(model), pages=150) as llm:
-        assert touched == llm.generate([5, 6, 7], params)[0].token_ids
+        assert allocated == llm.generate([5, 6, 7], params)[0].token_ids
 
 
-def test_messages_are_what_the_worker_was_told() -> None:
+def test_messages_arrive_as_they_were_sent() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(pack((START, MESSAGES)))
-        assert receive(theirs) == (START, MESSAGES)
-        ours.sendall(pack((START, MESSAGES))[:-1])
+        ours.sendall(pack((SUBMIT, MESSAGES)))
+        assert receive(theirs) == (SUBMIT, MESSAGES)
+        ours.sendall(pack((SUBMIT, MESSAGES))[:-1])
         ours.close()
         assert receive(theirs) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,9 @@ import torch
 from torch.nn import functional as fn
 
 from outstride.train import fit as fitting
-from outstride.train.fit import Course, Fitted, fit
-from outstride.train.recipe import Measured, Recipe
-from outstride.train.words import Rows
+from outstride.train.corpus_files import TrainingRows
+from outstride.train.fit import TrainingResult, TrainingSchedule, fit
+from outstride.train.recipe import Measurement, Recipe
 
 SIZE = 24
 """Tokens of the vocabulary."""
@@ -46,7 +47,7 @@ class Bigram(Recipe):
         self.target, self.drop = target, drop
         self.weights = {"after.weight": spread * torch.randn(SIZE, SIZE)}
 
-    def prepare(self, rows: Rows) -> None:
+    def prepare(self, rows: TrainingRows) -> None:
         counts = torch.bincount(rows.tokens.flatten(), minlength=SIZE).float()
         self.counts = counts.int()
         self.weights["bias"] = counts.log1p()
@@ -54,16 +55,16 @@ class Bigram(Recipe):
     def _scores(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.weights["after.weight"][tokens] + self.weights["bias"]
 
-    def loss(self, rows: Rows, numbers: torch.Generator) -> torch.Tensor:
+    def loss(self, rows: TrainingRows, numbers: torch.Generator) -> torch.Tensor:
         keep = torch.rand(rows.tokens[:, 1:].shape, generator=numbers) >= self.drop
         scores = self._scores(rows.tokens[:, :-1]).transpose(1, 2)
         each = fn.cross_entropy(scores, rows.tokens[:, 1:], reduction="none")
         return (each * keep).sum() / keep.sum().clamp(min=1)
 
     @torch.no_grad()
-    def measure(self, held: Rows) -> Measured:
+    def measure(self, held: TrainingRows) -> Measurement:
         right = (self._scores(held.tokens[:, :-1]).argmax(-1) == held.tokens[:, 1:]).float().mean()
-        return Measured(1.0 + float(right), [float(right)], figures={"texts": float(len(held))})
+        return Measurement(1.0 + float(right), [float(right)], figures={"texts": float(len(held))})
 
     def config(self) -> dict[str, Any]:
         return {"size": SIZE}
@@ -72,7 +73,7 @@ class Bigram(Recipe):
         return {"counts": self.counts}
 
 
-def rows(count: int = 60, length: int = 16, seed: int = 0) -> Rows:
+def rows(count: int = 60, length: int = 16, seed: int = 0) -> TrainingRows:
     """Texts that count upwards from anywhere, with a few slips."""
     numbers = torch.Generator().manual_seed(seed)
     first = torch.randint(SIZE, (count, 1), generator=numbers)
@@ -80,7 +81,7 @@ def rows(count: int = 60, length: int = 16, seed: int = 0) -> Rows:
     slips = torch.rand(tokens.shape, generator=numbers) < 0.05
     tokens = torch.where(slips, torch.randint(SIZE, tokens.shape, generator=numbers), tokens)
     whole = torch.full((count,), length)
-    return Rows(
+    return TrainingRows(
         tokens=tokens,
         starts=torch.ones_like(whole),
         stops=whole,
@@ -89,15 +90,23 @@ def rows(count: int = 60, length: int = 16, seed: int = 0) -> Rows:
     )
 
 
-def run(out: Path, *, target: Stub | None = None, spread: float = 0.1, **course: Any) -> Fitted:
+def run(
+    out: Path, *, target: Stub | None = None, spread: float = 0.1, **course: Any
+) -> TrainingResult:
     """A training; the same arguments, the same training."""
-    chosen = Course(**{"steps": 40, "batch": 8, "peak": 0.1, "held": 0.1, **course})
+    chosen = TrainingSchedule(**{"steps": 40, "batch": 8, "peak": 0.1, "held": 0.1, **course})
     torch.manual_seed(chosen.seed)
     recipe = Bigram(target or Stub(), spread=spread)
     return fit(recipe, rows(), out, chosen, options={"spread": spread}, data={"model": "stub"})
 
 
-if __name__ == "__main__":  # a process to be killed: it keeps a checkpoint after each step
+def _wait_to_be_killed(run: fitting._TrainingRun) -> TrainingResult:
+    time.sleep(3600)
+    raise AssertionError("nothing killed this process")
+
+
+if __name__ == "__main__":  # a process to be killed: it saves a checkpoint after each step
     fitting.KEEP = 0.0
+    fitting._TrainingRun._finish = _wait_to_be_killed  # type: ignore[method-assign, assignment]
     print("ready", flush=True)
     run(Path(sys.argv[1]), steps=int(sys.argv[2]))

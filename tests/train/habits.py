@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from outstride.train.corpus_files import TrainingRows
 from outstride.train.target import Target
-from outstride.train.words import Rows
 from tests.serve import tiny
 
 
@@ -27,14 +27,14 @@ def make(folder: Path, used: int = 40, seed: int = 0) -> Path:
     return folder
 
 
-def texts(target: Target, count: int, length: int = 40, prompt: int = 4) -> Rows:
+def texts(target: Target, count: int, length: int = 40, prompt: int = 4) -> TrainingRows:
     """What the model says behind random prompts, greedily."""
     last = target.config.layers
     tokens = torch.randint(40, (count, prompt), generator=torch.Generator().manual_seed(1))
     while tokens.shape[1] < length:
-        state = target.states(tokens, (last,))[last][:, -1:]
+        state = target.hidden_states(tokens, (last,))[last][:, -1:]
         tokens = torch.cat([tokens, target.logits(state).argmax(-1)], dim=1)
     whole = torch.full((count,), length)
     none = torch.zeros(count, dtype=torch.bool)
     keys = (torch.arange(count) * 7919) % 10_007
-    return Rows(tokens, torch.full_like(whole, prompt), whole, none, keys)
+    return TrainingRows(tokens, torch.full_like(whole, prompt), whole, none, keys)

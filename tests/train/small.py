@@ -15,16 +15,16 @@ from outstride.models.decoder import Decoder
 from outstride.ops.cpu import Cpu, native
 from outstride.ops.reference import Reference
 from outstride.train.checkpoint import write_model
+from outstride.train.corpus_files import TrainingRows
 from outstride.train.recipe import Recipe
 from outstride.train.target import Target
-from outstride.train.words import Rows
 
 OPS = {"reference": Reference} | ({"cpu": Cpu.of} if native.library_path() is not None else {})
 
 SAMPLINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.7, "seed": 3})
 
 
-def trained(recipe: Recipe, rows: Rows, steps: int, rate: float = 4e-3) -> list[float]:
+def trained(recipe: Recipe, rows: TrainingRows, steps: int, rate: float = 4e-3) -> list[float]:
     """The loss of each step."""
     numbers, losses = torch.Generator().manual_seed(3), []
     for value in recipe.weights.values():

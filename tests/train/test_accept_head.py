@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from outstride import registry
+from outstride.core.draft_tree import scaled_logit
 from outstride.core.graph import chain
-from outstride.core.guess import shown_odds
 from outstride.core.proposal import Wants
 from outstride.errors import UnknownMethod
-from outstride.models.grafts import attach
+from outstride.models.draft_heads import attach
 from outstride.train import recipe
-from outstride.train.accept_head import LONGEST, STOP, AcceptHead, Judge, area
+from outstride.train.accept_head import LONGEST, STOP, AcceptHeadRecipe, JudgeRecipe, ranking_area
 from outstride.train.target import Target
 from tests.models.drive import Hand
 from tests.train.small import decoder, said, trained, written
@@ -37,21 +37,21 @@ def drafting() -> Target:
     return Target(target().config, weights, "cpu")
 
 
-def made(kind: type[AcceptHead | Judge], own: Target, **options: Any) -> Any:
+def made(kind: type[AcceptHeadRecipe | JudgeRecipe], own: Target, **options: Any) -> Any:
     torch.manual_seed(0)
     return kind(own, **{"inner": 32, **options})
 
 
 def test_area_is_the_share_of_pairs_in_order() -> None:
     scores, right = torch.tensor([0.1, 0.9, 0.4, 0.6]), torch.tensor([False, True, True, False])
-    assert area(scores, right) == 0.75
-    assert area(-scores, right) == 0.25
-    assert area(scores, torch.ones(4).bool()) == 0.5
+    assert ranking_area(scores, right) == 0.75
+    assert ranking_area(-scores, right) == 0.25
+    assert ranking_area(scores, torch.ones(4).bool()) == 0.5
 
 
 def test_the_head_foresees_what_holds(tmp_path: Path) -> None:
     train, held = texts().take(slice(0, 96)), texts().take(slice(96, 128))
-    head = made(AcceptHead, drafting())
+    head = made(AcceptHeadRecipe, drafting())
     before = head.measure(held)
     trained(head, train, 100, rate=1e-2)
     after = head.measure(held)
@@ -70,9 +70,9 @@ def test_the_head_foresees_what_holds(tmp_path: Path) -> None:
         assert found == plain
         spent[spec[:5]] = counts, rate
     (proposed, accepted), rate = spent["accep"]
-    (every, kept), most = spent["draft"]
+    (every, kept), highest = spent["draft"]
     assert proposed - accepted < 0.7 * (every - kept)
-    assert rate > 0.75 * most
+    assert rate > 0.75 * highest
 
 
 def _counted(models: Any, spec: str, prompts: list[list[int]]) -> tuple[Any, float, Any]:
@@ -83,17 +83,17 @@ def _counted(models: Any, spec: str, prompts: list[list[int]]) -> tuple[Any, flo
 
 
 def test_the_measure_is_that_of_drafts_along_a_text() -> None:
-    head, rows = made(AcceptHead, drafting()), texts().take(slice(0, 2))
+    head, rows = made(AcceptHeadRecipe, drafting()), texts().take(slice(0, 2))
     head.weights["outer.weight"] = torch.randn(1, 32, generator=torch.Generator().manual_seed(4))
     shown, right, _ = head._drafts(rows)
-    chances = head._chances(shown).sigmoid()
+    rates = head._logits(shown).sigmoid()
     passes = drafted = taken = 0
     for row in range(2):
         at, stop = 3, int(rows.stops[row])
         while at < stop - 1:
             size, reached = 0, 1.0
             while size < LONGEST and reached >= STOP and at + size < stop - 1:
-                reached *= float(chances[row, at + size])
+                reached *= float(rates[row, at + size])
                 size += 1
             hits = 0
             while hits < size and bool(right[row, at + hits]):
@@ -105,18 +105,18 @@ def test_the_measure_is_that_of_drafts_along_a_text() -> None:
     assert found.tokens_per_pass == pytest.approx(int((rows.stops - 4).sum()) / passes)
 
 
-def test_only_greedy_texts_say_what_holds() -> None:
-    head, rows = made(AcceptHead, drafting()), texts().take(slice(0, 4))
+def test_only_greedy_texts_are_labels() -> None:
+    head, rows = made(AcceptHeadRecipe, drafting()), texts().take(slice(0, 4))
     mixed = replace(rows, sampled=torch.tensor([True, False, False, True]))
-    _, _, counted = head._lesson(mixed, torch.Generator())
+    _, _, counted = head._examples(mixed, torch.Generator())
     assert counted.any(1).tolist() == [False, True, True, False]
     assert int(counted[1].sum()) == int(rows.stops[1]) - 4
-    _, _, counted = head._lesson(replace(rows, sampled=torch.ones(4).bool()), torch.Generator())
+    _, _, counted = head._examples(replace(rows, sampled=torch.ones(4).bool()), torch.Generator())
     assert bool(counted.any(1).all())
 
 
 def test_the_engine_judges_as_it_was_trained(tmp_path: Path) -> None:
-    head = made(AcceptHead, target())
+    head = made(AcceptHeadRecipe, target())
     numbers = torch.Generator().manual_seed(4)
     for name, value in head.weights.items():
         head.weights[name] = value + 0.5 * torch.randn(value.shape, generator=numbers)
@@ -126,16 +126,16 @@ def test_the_engine_judges_as_it_was_trained(tmp_path: Path) -> None:
     judge, graph = model.filters["head"], chain(rows.tokens[0].tolist(), 0)
     wants = Wants(nodes=tuple(range(len(graph))), logprobs=0, hidden=(judge.layer,))
     scores = hand.run(graph, wants)
-    right = head._chances(head._drafts(rows)[0]).sigmoid()[0]
+    right = head._logits(head._drafts(rows)[0]).sigmoid()[0]
     for node, [(_, logprob)] in enumerate(scores.logprobs):
         state = scores.hidden[judge.layer][node : node + 1]
-        found = judge.of_states(state, shown_odds(logprob))[0]
+        found = judge.of_hidden_states(state, scaled_logit(logprob))[0]
         assert found == pytest.approx(float(right[node]), abs=2e-3)
 
 
-def test_the_judge_tells_own_words_from_others(tmp_path: Path) -> None:
+def test_the_judge_tells_own_tokens_from_others(tmp_path: Path) -> None:
     train, held = texts().take(slice(0, 96)), texts().take(slice(96, 128))
-    judge = made(Judge, target(), ranks=20)
+    judge = made(JudgeRecipe, target(), ranks=20)
     before = judge.measure(held)
     trained(judge, train, 100, rate=1e-2)
     after = judge.measure(held)
@@ -147,16 +147,16 @@ def test_the_judge_tells_own_words_from_others(tmp_path: Path) -> None:
     both = {"target": model, "draft": draft}
     prompts = [row[:4].tolist() for row in held.tokens[:8]]
     plain, _ = said(model, registry.build("plain"), prompts)
-    strict, least = said(both, registry.build("judge:model=draft,from=judge,sure=1"), prompts)
+    strict, lowest = said(both, registry.build("judge:model=draft,from=judge,sure=1"), prompts)
     assert strict == plain  # who passes nothing changes nothing
-    loose, most = said(both, registry.build("judge:model=draft,from=judge,sure=0.3"), prompts)
+    loose, highest = said(both, registry.build("judge:model=draft,from=judge,sure=0.3"), prompts)
     assert loose != plain
-    assert most > least
+    assert highest > lowest
 
 
-def test_wrong_words_are_other_words_of_the_answer() -> None:
-    judge, rows = made(Judge, target(), share=0.5, ranks=5), texts().take(slice(0, 6))
-    _, right, counted = judge._lesson(rows, torch.Generator().manual_seed(1))
+def test_negatives_are_other_tokens_of_the_answer() -> None:
+    judge, rows = made(JudgeRecipe, target(), share=0.5, ranks=5), texts().take(slice(0, 6))
+    _, right, counted = judge._examples(rows, torch.Generator().manual_seed(1))
     assert bool(right[~counted].all())
     assert 0.3 < float((~right[counted]).float().mean()) < 0.7
 

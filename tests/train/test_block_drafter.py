@@ -12,18 +12,21 @@ from typing import Any
 import pytest
 import torch
 
+from outstride.core.draft_heads import BlockDraftHead, head_of_kind
 from outstride.core.graph import block
 from outstride.core.proposal import Wants
 from outstride.errors import UnknownMethod
 from outstride.models.decoder import Decoder
 from outstride.models.diffusion import Diffusion
-from outstride.models.grafts import attach
+from outstride.models.draft_heads import attach
+from outstride.train import acceptance_length, draft_vocabulary, recipe
 from outstride.train import block_drafter as module
-from outstride.train import recipe, walk
-from outstride.train.block_drafter import BlockDrafter, frequent
+from outstride.train.block_drafter import BlockDrafterRecipe
 from outstride.train.checkpoint import write_model
+from outstride.train.corpus_files import TrainingRows
+from outstride.train.draft_blocks import DraftBlocks
+from outstride.train.draft_vocabulary import draft_scores, frequent_tokens
 from outstride.train.target import Target
-from outstride.train.words import Rows
 from tests.models.drive import Hand, tiny
 
 Matrix = torch.Tensor
@@ -46,25 +49,25 @@ def target() -> Target:
 
 
 @lru_cache(maxsize=1)
-def texts() -> Rows:
+def texts() -> TrainingRows:
     """What the model says behind random prompts, greedily."""
     asked, model = torch.randint(64, (128, 4), generator=torch.Generator().manual_seed(1)), target()
     tokens = asked
     while tokens.shape[1] < 40:
-        last = model.states(tokens, (2,))[2][:, -1:]
+        last = model.hidden_states(tokens, (2,))[2][:, -1:]
         tokens = torch.cat([tokens, model.logits(last).argmax(-1)], dim=1)
     count = len(tokens)
     stops = torch.full((count,), 40)
     stops[::3] = 29
     none = torch.zeros(count, dtype=torch.bool)
-    return Rows(tokens, torch.full((count,), 4), stops, none, torch.arange(count))
+    return TrainingRows(tokens, torch.full((count,), 4), stops, none, torch.arange(count))
 
 
-def made(own: Target | None = None, *, shaken: bool = True, **options: Any) -> BlockDrafter:
+def made(own: Target | None = None, *, shaken: bool = True, **options: Any) -> BlockDrafterRecipe:
     """A drafter; shaken, none of its weights is as it was made, so that all of them count."""
     values: dict[str, Any] = {"layers": 2, "block": 5, "rank": 8, "anchors": 6, **options}
     torch.manual_seed(0)
-    found = BlockDrafter(own or target(), **values)
+    found = BlockDrafterRecipe(own or target(), **values)
     found.prepare(texts())
     numbers = torch.Generator().manual_seed(2)
     for name, value in found.weights.items() if shaken else ():
@@ -72,7 +75,7 @@ def made(own: Target | None = None, *, shaken: bool = True, **options: Any) -> B
     return found
 
 
-def trained(drafter: BlockDrafter, rows: Rows, steps: int) -> list[float]:
+def trained(drafter: BlockDrafterRecipe, rows: TrainingRows, steps: int) -> list[float]:
     numbers, losses = torch.Generator().manual_seed(3), []
     for value in drafter.weights.values():
         value.requires_grad_()
@@ -90,12 +93,12 @@ def trained(drafter: BlockDrafter, rows: Rows, steps: int) -> list[float]:
 class Slow:
     """The definition read aloud: one anchor, one node and one head at a time, in float64."""
 
-    def __init__(self, drafter: BlockDrafter, tokens: Matrix) -> None:
+    def __init__(self, drafter: BlockDrafterRecipe, tokens: Matrix) -> None:
         self.config = target().config
         self.weights = {name: value.detach().double() for name, value in drafter.weights.items()}
         self.extra, self.block = drafter.state(), drafter.block
         self.layers = drafter.config()["layers"]
-        states = target().states(tokens[None], drafter.config()["taps"])
+        states = target().hidden_states(tokens[None], drafter.config()["taps"])
         self.taps = [states[tap][0].double() for tap in drafter.config()["taps"]]
         self.tokens = tokens.tolist()
         self.vocabulary: list[int] = self.extra["vocabulary"].tolist()
@@ -170,7 +173,11 @@ class Slow:
     def loss(self, anchor: int, stop: int, decay: float, soft: float) -> tuple[float, float]:
         """The sum over the places of a block that count, and their weights."""
         total = weights = 0.0
-        said = target().logits(target().states(torch.tensor([self.tokens]), (2,))[2])[0].double()
+        said = (
+            target()
+            .logits(target().hidden_states(torch.tensor([self.tokens]), (2,))[2])[0]
+            .double()
+        )
         for j, state in enumerate(self.states(anchor)):
             at = anchor + 1 + j
             if at >= stop or self.tokens[at] not in self.vocabulary:
@@ -187,15 +194,15 @@ class Slow:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the draft vocabulary be smaller than the model's."""
-    monkeypatch.setattr(module, "ROUND", 4)
+    monkeypatch.setattr(draft_vocabulary, "ROUND", 4)
 
 
-def scores_of(drafter: BlockDrafter, rows: Rows, anchors: Matrix) -> Matrix:
+def scores_of(drafter: BlockDrafterRecipe, rows: TrainingRows, anchors: Matrix) -> Matrix:
     """The scores of all places, as the recipe computes them."""
     blocks = drafter._blocks(rows, anchors)
-    states = drafter._states(target().states(rows.tokens, drafter.taps), blocks)
-    before = drafter.weights["follow.before.weight"][blocks.front]
-    return module.scored(states, before, drafter._head, drafter.weights["follow.after.weight"])
+    states = drafter._draft_hidden(target().hidden_states(rows.tokens, drafter.taps), blocks)
+    before = drafter.weights["follow.before.weight"][blocks.previous_tokens]
+    return draft_scores(states, before, drafter._head, drafter.weights["follow.after.weight"])
 
 
 @pytest.mark.parametrize("options", [{}, {"layers": 1, "block": 3, "taps": "1"}])
@@ -225,7 +232,7 @@ def test_the_loss_is_that_of_the_definition(
     taken: list[Matrix] = []
     blocks = drafter._blocks
 
-    def noted(rows: Rows, anchors: Matrix) -> module.Blocks:
+    def noted(rows: TrainingRows, anchors: Matrix) -> DraftBlocks:
         taken.append(anchors)
         return blocks(rows, anchors)
 
@@ -248,7 +255,7 @@ def test_anchors_reach_every_position_of_the_answer(monkeypatch: pytest.MonkeyPa
     seen: list[set[int]] = [set(), set()]
     blocks = drafter._blocks
 
-    def noted(rows: Rows, anchors: Matrix) -> module.Blocks:
+    def noted(rows: TrainingRows, anchors: Matrix) -> DraftBlocks:
         for row in range(2):
             seen[row].update(anchors[row].tolist())
         return blocks(rows, anchors)
@@ -260,7 +267,7 @@ def test_anchors_reach_every_position_of_the_answer(monkeypatch: pytest.MonkeyPa
     assert seen == [set(range(3, 28)), set(range(3, 39))]
 
 
-def test_what_comes_behind_a_text_teaches_nothing() -> None:
+def test_padding_has_no_loss() -> None:
     drafter, rows = made(), texts().take(slice(0, 1))
     assert int(rows.stops[0]) == 29
     other = rows.tokens.clone()
@@ -272,7 +279,7 @@ def test_what_comes_behind_a_text_teaches_nothing() -> None:
     assert one == two != three
 
 
-def test_many_scores_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_scores_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, rows, found = made(soft=0.3), texts().take(slice(0, 4)), []
     for at_once in (1 << 28, 64 * 23):
         monkeypatch.setattr(module, "_AT_ONCE", at_once)
@@ -289,7 +296,7 @@ def test_many_scores_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(slope, others[name], rtol=1e-3, atol=1e-6)
 
 
-def test_training_makes_it_guess_right() -> None:
+def test_training_raises_the_acceptance_rate() -> None:
     train, held = texts().take(slice(0, 112)), texts().take(slice(112, 128))
     drafter = made(shaken=False, layers=1, anchors=8)
     before = drafter.measure(held)
@@ -316,7 +323,7 @@ def test_training_makes_it_guess_right() -> None:
     assert two.tokens_per_pass == pytest.approx(emitted / passes)
 
 
-def test_training_goes_on_from_a_part(tmp_path: Path) -> None:
+def test_training_starts_from_a_trained_drafter(tmp_path: Path) -> None:
     train, held = texts().take(slice(0, 112)), texts().take(slice(112, 128))
     first = made(shaken=False, layers=1, anchors=8)
     trained(first, train, 60)
@@ -349,14 +356,14 @@ def test_greedy_texts_are_preferred() -> None:
 
 def test_the_draft_vocabulary_covers_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = torch.tensor([5] * 50 + [3] * 30 + [9] * 15 + [1] * 5)
-    monkeypatch.setattr(module, "ROUND", 1)
-    assert frequent(tokens, 12, 0.80).tolist() == [3, 5]
-    assert frequent(tokens, 12, 0.81).tolist() == [3, 5, 9]
-    assert frequent(tokens, 12, 1.0).tolist() == [1, 3, 5, 9]
-    monkeypatch.setattr(module, "ROUND", 3)
-    assert frequent(tokens, 12, 0.96).tolist() == [0, 1, 2, 3, 5, 9]
-    monkeypatch.setattr(module, "ROUND", 256)
-    assert frequent(tokens, 12, 0.5).tolist() == list(range(12))
+    monkeypatch.setattr(draft_vocabulary, "ROUND", 1)
+    assert frequent_tokens(tokens, 12, 0.80).tolist() == [3, 5]
+    assert frequent_tokens(tokens, 12, 0.81).tolist() == [3, 5, 9]
+    assert frequent_tokens(tokens, 12, 1.0).tolist() == [1, 3, 5, 9]
+    monkeypatch.setattr(draft_vocabulary, "ROUND", 3)
+    assert frequent_tokens(tokens, 12, 0.96).tolist() == [0, 1, 2, 3, 5, 9]
+    monkeypatch.setattr(draft_vocabulary, "ROUND", 256)
+    assert frequent_tokens(tokens, 12, 0.5).tolist() == list(range(12))
 
 
 def test_what_is_stored() -> None:
@@ -393,9 +400,9 @@ def test_what_is_stored() -> None:
     assert all(torch.equal(value, again.weights[name]) for name, value in drafter.weights.items())
     # Scaled, all features are of one size.
     rows = texts().take(slice(0, 64))
-    features = drafter._features(target().states(rows.tokens, (2, 0)))
+    features = drafter._features(target().hidden_states(rows.tokens, (2, 0)))
     features = features * features.square().mean(-1, keepdim=True).rsqrt() * state["taps.scale"]
-    said = features[walk.said(rows)]
+    said = features[acceptance_length.answer_mask(rows)]
     torch.testing.assert_close(said.square().mean(0), torch.ones(96), rtol=1e-3, atol=1e-3)
 
 
@@ -403,9 +410,9 @@ def test_options_are_checked() -> None:
     entry = recipe.entry("block-drafter")
     values = recipe.options(entry, "taps=0,2,layers=1,compiled=false")
     found = recipe.build(entry, target(), values, 1)
-    assert isinstance(found, BlockDrafter)
+    assert isinstance(found, BlockDrafterRecipe)
     assert found.taps == (0, 2)
-    assert BlockDrafter(target()).taps == (0, 1, 2)  # four depths of two layers, each once
+    assert BlockDrafterRecipe(target()).taps == (0, 1, 2)  # four depths of two layers, each once
     for text, about in [
         ("block=1", "blocks of 2"),
         ("rank=0", "1 or more"),
@@ -419,8 +426,8 @@ def test_options_are_checked() -> None:
         with pytest.raises(UnknownMethod, match=about):
             recipe.build(entry, target(), recipe.options(entry, text), 1)
     masked = Target(replace(target().config, diffusion=Diffusion()), dict(target().weights), "cpu")
-    with pytest.raises(ValueError, match="not for those with masks"):
-        BlockDrafter(masked)
+    with pytest.raises(ValueError, match="not for masked ones"):
+        BlockDrafterRecipe(masked)
 
 
 def test_the_engine_drafts_with_it(few: None, tmp_path: Path) -> None:
@@ -433,21 +440,21 @@ def test_the_engine_drafts_with_it(few: None, tmp_path: Path) -> None:
     attach(model, "part", tmp_path)
     tokens, hand = rows.tokens[0].tolist(), Hand(model, [2, 0, 1])
     hand.read(tokens[:20])
-    graft = model.grafts["part"]
-    masks = [graft.mask] * (graft.block - 1)
-    wants = Wants(nodes=tuple(range(1, graft.block)), best=6)
-    scores = hand.run(block([tokens[20], *masks], 20), wants, graft="part", offset=0)
+    head = head_of_kind(model.draft_heads["part"], BlockDraftHead)
+    masks = [head.mask] * (head.block - 1)
+    wants = Wants(nodes=tuple(range(1, head.block)), best=6)
+    scores = hand.run(block([tokens[20], *masks], 20), wants, draft_head="part", offset=0)
     blocks = drafter._blocks(rows, torch.tensor([[20]]))
-    states = drafter._states(target().states(rows.tokens, drafter.taps), blocks)[0, 0]
+    states = drafter._draft_hidden(target().hidden_states(rows.tokens, drafter.taps), blocks)[0, 0]
     values, best = (states @ drafter._head.T).topk(6)
     assert scores.values is not None
     torch.testing.assert_close(torch.from_numpy(scores.values), values, rtol=2e-2, atol=2e-2)
     assert scores.best.tolist() == drafter.vocabulary[best].tolist()
-    assert torch.equal(torch.from_numpy(graft.rows), drafter._index)
+    assert torch.equal(torch.from_numpy(head.bigram.rows), drafter._index)
 
 
 def test_torch_can_compile_it() -> None:
-    """As on a card, but for the code that is made: nothing in it falls back to Python."""
+    """As on a GPU, except for the generated code: nothing in it falls back to Python."""
     rows = texts().take(slice(0, 4))
     usual = made(layers=1).loss(rows, torch.Generator().manual_seed(1))
     drafter = made(Target(target().config, dict(target().weights), "cpu"), layers=1)
@@ -463,8 +470,8 @@ def test_torch_can_compile_it() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")
-def test_a_card_learns_the_same() -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_learns_the_same() -> None:
     rows, losses = texts().take(slice(0, 16)), []
     for device, compiled in (("cpu", False), ("cuda", False), ("cuda", True)):
         own = Target(target().config, dict(target().weights), device)

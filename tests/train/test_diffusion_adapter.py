@@ -13,23 +13,26 @@ from outstride.core.graph import block
 from outstride.errors import UnknownMethod
 from outstride.models.decoder import Decoder
 from outstride.models.diffusion import Diffusion
-from outstride.models.grafts import attach
+from outstride.models.draft_heads import attach
 from outstride.train import diffusion_adapter as module
 from outstride.train import recipe
+from outstride.train.block_sizes import shares
 from outstride.train.checkpoint import packed, write_model
-from outstride.train.diffusion_adapter import DiffusionAdapter, shares
+from outstride.train.corpus_files import TrainingRows
+from outstride.train.diffusion_adapter import DiffusionAdapterRecipe
 from outstride.train.loop import advance, optimizer_of, rate_at
 from outstride.train.target import Target
-from outstride.train.words import Rows
 from tests.models.drive import Hand, logits
 from tests.train.test_block_drafter import target, texts
 
 
-def made(own: Target | None = None, *, shaken: bool = True, **options: Any) -> DiffusionAdapter:
+def made(
+    own: Target | None = None, *, shaken: bool = True, **options: Any
+) -> DiffusionAdapterRecipe:
     """An adapter; shaken, none of its weights is as it was made, so that all of them count."""
     values: dict[str, Any] = {"rank": 3, "sizes": "2,4,8", "nodes": 32, **options}
     torch.manual_seed(0)
-    found = DiffusionAdapter(own or target(), **values)
+    found = DiffusionAdapterRecipe(own or target(), **values)
     found.prepare(texts())
     numbers = torch.Generator().manual_seed(2)
     for name, value in found.weights.items() if shaken else ():
@@ -37,10 +40,12 @@ def made(own: Target | None = None, *, shaken: bool = True, **options: Any) -> D
     return found
 
 
-def scores_of(adapter: DiffusionAdapter, rows: Rows, firsts: Any, masks: Any) -> torch.Tensor:
+def scores_of(
+    adapter: DiffusionAdapterRecipe, rows: TrainingRows, firsts: Any, masks: Any
+) -> torch.Tensor:
     """What the nodes of blocks of one size say: [rows, blocks, size, vocabulary]."""
     blocks = adapter._blocks(rows, [(firsts, masks)])
-    states = adapter._through(adapter.read(rows, final=False), blocks)
+    states = adapter._block_hidden(adapter.context_hidden(rows, final=False), blocks)
     return (states @ target().head.T).view(*masks.shape, -1)
 
 
@@ -61,8 +66,8 @@ def test_what_is_trained_is_what_runs(tmp_path: Path, window: int | None) -> Non
         own.config, {n: v.clone() for n, v in own.weights.items()}, pages=8
     )
     attach(model, "adapter", tmp_path)
-    assert model.masking is not None
-    mask, size = model.masking.token, 8
+    assert model.masked_spec is not None
+    mask, size = model.masked_spec.token, 8
     masks = torch.rand(2, 2, size, generator=torch.Generator().manual_seed(1)) < 0.6
     firsts = torch.tensor([[9, 20], [4, 16]])
     found = scores_of(adapter, rows, firsts, masks)
@@ -85,7 +90,7 @@ def test_what_counts_is_open_and_within_the_text() -> None:
     assert blocks.masked.tolist() == [[True, True, False, True, True, True, True, True]]
     assert blocks.counted.tolist() == [[True, False, True, True, True, True, False, False]]
     assert blocks.places.tolist() == [[10, 11, 12, 13, 26, 27, 28, 29]]
-    assert blocks.right[0, :4].tolist() == rows.tokens[0, 11:15].tolist()
+    assert blocks.targets[0, :4].tolist() == rows.tokens[0, 11:15].tolist()
     # What stands behind a text, and what a mask hides, teaches nothing.
     other = rows.tokens.clone()
     other[:, 29:] = 7
@@ -102,7 +107,7 @@ def test_masks_are_complementary(monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     blocks = adapter._blocks
 
-    def noted(rows: Rows, given: Any) -> module.Blocks:
+    def noted(rows: TrainingRows, given: Any) -> module.MaskedBlocks:
         parts.extend(given)
         return blocks(rows, given)
 
@@ -133,7 +138,7 @@ def test_blocks_grow_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, seen = made(), []
     blocks = adapter._blocks
 
-    def noted(rows: Rows, given: Any) -> module.Blocks:
+    def noted(rows: TrainingRows, given: Any) -> module.MaskedBlocks:
         seen.append(max(masks.shape[2] for _, masks in given))
         return blocks(rows, given)
 
@@ -145,7 +150,7 @@ def test_blocks_grow_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shares((2, 4, 8, 16, 32), 256) == [(32, 1), (16, 1), (8, 3), (4, 7), (2, 14)]
 
 
-def test_many_scores_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_scores_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, rows, found = made(soft=0.3), texts().take(slice(0, 4)), []
     for at_once in (1 << 28, 64 * 23):
         monkeypatch.setattr(module, "_AT_ONCE", at_once)
@@ -162,7 +167,7 @@ def test_many_scores_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(slope, others[name], rtol=1e-3, atol=1e-5)
 
 
-def test_training_makes_it_guess_right() -> None:
+def test_training_raises_the_acceptance_rate() -> None:
     train, held = texts().take(slice(0, 112)), texts().take(slice(112, 128))
     adapter = made(shaken=False, rank=8)
     before = adapter.measure(held)
@@ -226,7 +231,7 @@ def test_an_adapter_is_small() -> None:
         windows=(None,) * 30,
     )
     weights = {name: torch.zeros(size) for name, size in shape.shapes().items()}
-    adapter = DiffusionAdapter(Target(shape, weights, "cpu"))
+    adapter = DiffusionAdapterRecipe(Target(shape, weights, "cpu"))
     stored = packed(adapter.weights, int8=True)
     assert sum(value.numel() * value.element_size() for value in stored.values()) < 2.6e6
 
@@ -251,5 +256,5 @@ def test_options_that_make_no_sense(options: dict[str, Any], words: str) -> None
 
 def test_models_with_masks_need_none() -> None:
     config = replace(target().config, diffusion=Diffusion(block=4))
-    with pytest.raises(ValueError, match="fills in masks"):
-        DiffusionAdapter(Target(config, dict(target().weights), "cpu"))
+    with pytest.raises(ValueError, match="this one is masked"):
+        DiffusionAdapterRecipe(Target(config, dict(target().weights), "cpu"))

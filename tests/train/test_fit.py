@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from outstride.errors import InvalidData, InvalidParams, OutstrideError, UnknownMethod
 from outstride.train import checkpoint, loop, recipe
 from outstride.train import fit as fitting
-from outstride.train.fit import Course
+from outstride.train.fit import TrainingSchedule
 from tests.train.bigram import SIZE, Bigram, Stub, rows, run
 
 LAST = "checkpoint/last.safetensors"
@@ -51,7 +51,7 @@ def break_off(monkeypatch: pytest.MonkeyPatch, out: Path, after: int, **course: 
     monkeypatch.setattr(fitting, "advance", real)
 
 
-def test_a_training_learns_and_leaves_everything_behind(tmp_path: Path) -> None:
+def test_a_training_learns_and_writes_all_files(tmp_path: Path) -> None:
     fitted = run(tmp_path / "a", every=10)
     assert fitted.trained["tokens_per_pass"] > 1.7 > 1.3 > fitted.untrained["tokens_per_pass"]
     names = {path.name for path in (tmp_path / "a").iterdir()}
@@ -86,7 +86,7 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", [1, 13, 39])
-def test_a_run_that_was_broken_off_goes_on_to_the_same_weights(
+def test_a_resumed_run_gives_the_same_weights(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path / "whole")
@@ -94,8 +94,8 @@ def test_a_run_that_was_broken_off_goes_on_to_the_same_weights(
     assert not (tmp_path / "part" / "model.safetensors").exists()
     with monkeypatch.context() as patch:
         first: list[int] = []
-        real = loop.shelved
-        patch.setattr(fitting, "shelved", lambda *a: first.append(a[2]) or real(*a))  # type: ignore[func-returns-value]
+        real = loop.bucketed_batches
+        patch.setattr(fitting, "bucketed_batches", lambda *a: first.append(a[2]) or real(*a))  # type: ignore[func-returns-value]
         run(tmp_path / "part")
     assert first == [after]
     assert_same(tmp_path / "whole", tmp_path / "part")
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
             run(out)
         if error is InvalidData:
             assert "No space left on device" in str(caught.value)
-            assert "make room" in str(caught.value)
+            assert "free some space" in str(caught.value)
     assert (out / LAST).read_bytes() == good
     assert [path.name for path in (out / "checkpoint").iterdir()] == ["last.safetensors"]
     run(out)
@@ -201,7 +201,7 @@ def test_a_training_that_is_over_is_not_repeated(
     first = run(tmp_path)
     monkeypatch.setattr(fitting, "advance", None)
     again = run(tmp_path)
-    assert again.already
+    assert again.was_finished
     assert (again.trained, again.untrained, again.steps) == (first.trained, first.untrained, 40)
     (tmp_path / "recipe.json").unlink()
     with pytest.raises(InvalidData, match="choose another folder"):
@@ -221,9 +221,9 @@ def test_a_loss_that_is_no_number_stops_the_run(
 def test_minutes_choose_the_steps_and_teach_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = loop.rehearsed
+    real = loop.seconds_per_step
     monkeypatch.setattr(loop, "_REHEARSED", (1, 3))
-    monkeypatch.setattr(fitting, "rehearsed", lambda *a: 1.0 if real(*a) else 0.0)
+    monkeypatch.setattr(fitting, "seconds_per_step", lambda *a: 1.0 if real(*a) else 0.0)
     fitted = run(tmp_path / "a", steps=None, minutes=0.5)
     assert fitted.steps in (28, 29, 30)  # measuring takes some of the time
     run(tmp_path / "b", steps=fitted.steps)
@@ -259,11 +259,11 @@ def test_eight_bits_for_large_matrices() -> None:
 )
 def test_courses_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidParams):
-        Course(**wrong)
+        TrainingSchedule(**wrong)
 
 
 def test_too_few_texts(tmp_path: Path) -> None:
-    course = Course(steps=1)
+    course = TrainingSchedule(steps=1)
     with pytest.raises(InvalidData, match="too few"):
         fitting.fit(Bigram(Stub()), rows(1), tmp_path, course, options={}, data={})
 
@@ -280,19 +280,19 @@ def test_batches_hold_every_row_once_a_turn_and_can_be_entered_anywhere() -> Non
     assert len(next(loop.batches(3, 8, seed=0))) == 8
 
 
-def test_shelves_hold_rows_by_length_and_all_of_them_are_read_as_often() -> None:
+def test_buckets_hold_rows_by_length_and_all_are_used_as_often() -> None:
     numbers = torch.Generator().manual_seed(1)
     stops = torch.randint(2, 1025, (400,), generator=numbers)
-    found = loop.shelves(stops, 1024, 8)
-    assert [(shelf.length, shelf.batch) for shelf in found] == [(256, 32), (512, 16), (1024, 8)]
-    assert sorted(torch.cat([shelf.rows for shelf in found]).tolist()) == list(range(400))
-    source = loop.shelved(found, seed=3)
+    found = loop.length_buckets(stops, 1024, 8)
+    assert [(bucket.length, bucket.batch) for bucket in found] == [(256, 32), (512, 16), (1024, 8)]
+    assert sorted(torch.cat([bucket.rows for bucket in found]).tolist()) == list(range(400))
+    source = loop.bucketed_batches(found, seed=3)
     taken = [next(source) for _ in range(200)]
     assert all(int(stops[rows].max()) <= length for rows, length in taken)
     read = torch.bincount(torch.cat([rows for rows, _ in taken]), minlength=400)
-    assert int(read.max() - read.min()) <= 1 + 1  # a turn of each shelf, wherever it stands
+    assert int(read.max() - read.min()) <= 1 + 1  # a turn of each bucket, wherever it stands
     for first in (0, 1, 77):
-        again = next(loop.shelved(found, seed=3, first=first))
+        again = next(loop.bucketed_batches(found, seed=3, first=first))
         assert torch.equal(again[0], taken[first][0])
         assert again[1] == taken[first][1]
 
@@ -308,11 +308,11 @@ def test_shelves_hold_rows_by_length_and_all_of_them_are_read_as_often() -> None
         ([9] * 99, 40, [40]),
     ],
 )
-def test_shelves_with_too_few_rows_are_none(
+def test_buckets_with_too_few_rows_are_dropped(
     stops: list[int], length: int, lengths: list[int]
 ) -> None:
-    found = loop.shelves(torch.tensor(stops), length, 8)
-    assert [shelf.length for shelf in found] == lengths
+    found = loop.length_buckets(torch.tensor(stops), length, 8)
+    assert [bucket.length for bucket in found] == lengths
 
 
 def test_recipes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

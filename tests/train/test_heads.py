@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from outstride import registry
+from outstride.core.draft_heads import MedusaDraftHead, head_of_kind
 from outstride.core.graph import chain, tree
 from outstride.core.proposal import Wants
 from outstride.errors import CorruptModel, UnknownMethod, UnsupportedModel
-from outstride.models.grafts import attach
-from outstride.ops.contract import Ops
+from outstride.models.draft_heads import attach
 from outstride.train import recipe
-from outstride.train.heads import Heads, headed
+from outstride.train.heads import HeadsRecipe, head_hidden
 from tests.models.drive import Hand
 from tests.train.small import OPS, SAMPLINGS, decoder, said, trained, written
 from tests.train.test_block_drafter import target, texts
@@ -25,10 +25,10 @@ from tests.train.test_block_drafter import target, texts
 registry.discover()
 
 
-def made(*, shaken: bool = True, **options: Any) -> Heads:
+def made(*, shaken: bool = True, **options: Any) -> HeadsRecipe:
     """Heads; shaken, none of their weights is as it was made, so that all of them count."""
     torch.manual_seed(0)
-    found = Heads(target(), **{"heads": 3, "anchors": 8, "inner": 40, **options})
+    found = HeadsRecipe(target(), **{"heads": 3, "anchors": 8, "inner": 40, **options})
     found.prepare(texts())
     numbers = torch.Generator().manual_seed(2)
     for name, value in found.weights.items() if shaken else ():
@@ -42,25 +42,26 @@ def test_the_engine_asks_what_was_trained(tmp_path: Path, ops: str, chained: boo
     heads = made(chained=chained, cover=0.8)
     model = decoder(target(), ops)
     attach(model, "part", written(heads, tmp_path))
-    graft, tokens = model.grafts["part"], texts().tokens[0, :21].tolist()
+    head = head_of_kind(model.draft_heads["part"], MedusaDraftHead)
+    tokens = texts().tokens[0, :21].tolist()
     hand = Hand(model, [2, 0, 1])
     hand.read(tokens[:20])
-    low, high = graft.plane
+    low, high = head.feature_range
     state = model.feature(hand.table, 19)[low:high]
-    last = target().states(texts().tokens[:1, :20], (2,))[2][0, 19]
+    last = target().hidden_states(texts().tokens[:1, :20], (2,))[2][0, 19]
     close = 2e-3 if ops == "reference" else 0.1
     np.testing.assert_allclose(state, last, atol=close)
     front = [*tokens[20:], 7, 9]
     told = target().embedding[torch.tensor(front)] if chained else None
-    right = headed(heads.weights, 3, target().config.norm_eps, torch.from_numpy(state), told)
+    right = head_hidden(heads.weights, 3, target().config.norm_eps, torch.from_numpy(state), told)
     states = np.repeat(state[None], 3, axis=0)
     wants = Wants(nodes=(0, 1, 2), best=6, hidden=(0,))
     if chained:  # each goes on from what left the one before it
         for depth in (1, 2):
             ask = Wants(nodes=(depth - 1,), hidden=(0,))
-            passed = hand.run(chain(front, 20), ask, graft="part", hidden=states)
+            passed = hand.run(chain(front, 20), ask, draft_head="part", hidden=states)
             states[depth] = passed.hidden[0][0]
-    scores = hand.run(chain(front, 20), wants, graft="part", hidden=states)
+    scores = hand.run(chain(front, 20), wants, draft_head="part", hidden=states)
     values = right.detach().numpy() @ heads._head.numpy().T
     assert scores.values is not None
     for row in range(3):
@@ -72,23 +73,23 @@ def test_the_engine_asks_what_was_trained(tmp_path: Path, ops: str, chained: boo
 
 
 @pytest.mark.parametrize("ops", sorted(OPS))
-def test_a_row_does_not_depend_on_company(tmp_path: Path, ops: str) -> None:
+def test_a_row_does_not_depend_on_the_batch(tmp_path: Path, ops: str) -> None:
     heads, model = made(), decoder(target(), ops)
     attach(model, "part", written(heads, tmp_path))
     hand = Hand(model, [2, 0, 1])
     states = np.random.default_rng(0).normal(size=(6, 48)).astype(np.float32)
     graph = tree([5, 6, 7, 8, 9, 10], [-1, 0, 0, 0, 1, 1], 20)
     nodes = (0, 1, 2, 3, 4, 5)
-    whole = hand.run(graph, Wants(nodes=nodes, best=5), graft="part", hidden=states)
+    whole = hand.run(graph, Wants(nodes=nodes, best=5), draft_head="part", hidden=states)
     assert whole.values is not None
     for node in nodes:
-        one = hand.run(graph, Wants(nodes=(node,), best=5), graft="part", hidden=states)
+        one = hand.run(graph, Wants(nodes=(node,), best=5), draft_head="part", hidden=states)
         np.testing.assert_array_equal(one.best[0], whole.best[node])
         np.testing.assert_array_equal(np.asarray(one.values)[0], whole.values[node])
 
 
 @pytest.mark.parametrize("chained", [True, False])
-def test_training_makes_them_guess_right(tmp_path: Path, chained: bool) -> None:
+def test_training_raises_the_acceptance_rate(tmp_path: Path, chained: bool) -> None:
     train, held = texts().take(slice(0, 112)), texts().take(slice(112, 128))
     heads = made(shaken=False, chained=chained)
     before = heads.measure(held)
@@ -114,13 +115,13 @@ def test_untrained_heads_say_what_the_target_says() -> None:
     heads = made(shaken=False, chained=False)
     rows = texts().take(slice(0, 4))
     anchors = torch.full((4, 1), 9)
-    scores, _, _ = heads._scores(rows, anchors, heads._last(rows))
-    own = target().logits(heads._last(rows)[:, 8])[:, heads.vocabulary]
+    scores, _, _ = heads._scores(rows, anchors, heads._last_hidden(rows))
+    own = target().logits(heads._last_hidden(rows)[:, 8])[:, heads.vocabulary]
     for head in range(3):
         torch.testing.assert_close(scores[:, 0, head], own, rtol=1e-4, atol=1e-4)
 
 
-def test_what_comes_behind_a_text_teaches_nothing() -> None:
+def test_padding_has_no_loss() -> None:
     rows = texts().take(slice(0, 1))
     stop, heads = int(rows.stops[0]), made()
     other, changed = (replace(rows, tokens=rows.tokens.clone()) for _ in range(2))
@@ -142,16 +143,17 @@ def test_options_are_checked() -> None:
     ]:
         with pytest.raises(UnknownMethod, match=about):
             recipe.build(entry, target(), recipe.options(entry, text), 1)
-    assert Heads(target()).inner == 96
+    assert HeadsRecipe(target()).inner == 96
     for text in ("nodes=0", "width=17"):
         with pytest.raises(UnknownMethod, match="needs nodes"):
             registry.build(f"heads:from=part,{text}")
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heads, model = made(), decoder(target())
     del heads.weights["heads.2.last.weight"]
     with pytest.raises(CorruptModel, match="last"):
         attach(model, "part", written(heads, tmp_path / "short"))
-    with pytest.raises(UnsupportedModel, match="do not run on a card"):
-        Ops.attach_heads(model.ops, "part", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(model.ops.draft_heads, "unsupported_draft_head", lambda weights: "too big")
+    with pytest.raises(UnsupportedModel, match=r"reference .* cannot run this draft head: too big"):
+        attach(model, "part", written(made(), tmp_path / "whole"))

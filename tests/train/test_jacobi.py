@@ -12,10 +12,10 @@ import torch
 from outstride import LLM, SamplingParams
 from outstride.errors import UnknownMethod
 from outstride.train import recipe
-from outstride.train.fit import Course, fit
-from outstride.train.jacobi import Jacobi
+from outstride.train.corpus_files import TrainingRows
+from outstride.train.fit import TrainingSchedule, fit
+from outstride.train.jacobi import JacobiRecipe
 from outstride.train.target import Target
-from outstride.train.words import Rows
 from tests.train import habits
 
 recipe.discover()
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @lru_cache(maxsize=1)
-def loaded(folder: Path) -> tuple[Target, Rows]:
+def loaded(folder: Path) -> tuple[Target, TrainingRows]:
     own = Target.load(str(folder))
     return own, habits.texts(own, 96)
 
@@ -35,19 +35,19 @@ def loaded(folder: Path) -> tuple[Target, Rows]:
 def test_iterations_are_those_of_jacobi(model: Path) -> None:
     """Each guess becomes what the model says behind the text and the guesses before it."""
     own, rows = loaded(model)
-    made, few = Jacobi(own, block=4, blocks=3), rows.take(slice(0, 2))
-    given = made._guesses(few, torch.Generator().manual_seed(0))
+    made, few = JacobiRecipe(own, block=4, blocks=3), rows.take(slice(0, 2))
+    given = made._random_blocks(few, torch.Generator().manual_seed(0))
     last = own.config.layers
     for _ in range(4):
         before = given.tokens.clone()
-        made._correct(given)
+        made._iterate(given)
         for row in range(2):
             for block in range(3):
                 at = given.length + 4 * block
                 anchor = int(given.places[row, at]) - 1
                 guesses = before[row, at : at + 4]
                 text = torch.cat([few.tokens[row, : anchor + 1], guesses])[None]
-                said = own.logits(own.states(text, (last,))[last])[0].argmax(-1)
+                said = own.logits(own.hidden_states(text, (last,))[last])[0].argmax(-1)
                 assert given.tokens[row, at : at + 4].tolist() == said[anchor : anchor + 4].tolist()
     # Four iterations over four guesses: the fixed point, which is the greedy text itself.
     for row in range(2):
@@ -63,7 +63,7 @@ def test_more_tokens_per_pass_and_exact_to_the_new_model(model: Path, tmp_path: 
     assert entry.changes_target
     out, original = tmp_path / "tuned", {k: v.clone() for k, v in own.weights.items()}
     made = recipe.build(entry, own, values)
-    course = Course(steps=70, batch=12, peak=4e-3, held=0.1)
+    course = TrainingSchedule(steps=70, batch=12, peak=4e-3, held=0.1)
     fitted = fit(made, rows, out, course, options=values, data={})
     assert fitted.untrained["agrees_with_the_original"] == 1.0
     assert fitted.trained["agrees_with_the_original"] > 0.75

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from outstride import registry
+from outstride.core.draft_heads import PromptTokensHead, head_of_kind
 from outstride.core.graph import chain
 from outstride.core.proposal import Wants
 from outstride.errors import CorruptModel, UnknownMethod
-from outstride.models.grafts import attach
+from outstride.models.draft_heads import attach
 from outstride.train import recipe
-from outstride.train.prompt_tokens import PromptTokens
+from outstride.train.prompt_tokens import PromptTokensRecipe
 from outstride.train.target import Target
 from tests.models.drive import Hand, logits
 from tests.train.small import OPS, SAMPLINGS, decoder, said, trained, written
@@ -25,9 +26,9 @@ from tests.train.test_block_drafter import target, texts
 registry.discover()
 
 
-def made(own: Target | None = None, **options: Any) -> PromptTokens:
+def made(own: Target | None = None, **options: Any) -> PromptTokensRecipe:
     torch.manual_seed(0)
-    return PromptTokens(own or target(), **{"count": 2, "kept": 4, "anchors": 8, **options})
+    return PromptTokensRecipe(own or target(), **{"count": 2, "kept": 4, "anchors": 8, **options})
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -36,7 +37,7 @@ def test_the_engine_computes_what_was_trained(tmp_path: Path, window: int | None
     own = Target(config, dict(target().weights), "cpu")
     part, model = made(own), decoder(own)
     attach(model, "part", written(part, tmp_path))
-    first = model.grafts["part"].mask
+    first = head_of_kind(model.draft_heads["part"], PromptTokensHead).first_token
     rows = texts().take(slice(0, 2))
     with torch.no_grad():
         scores, right, inside = part._scores(rows, torch.tensor([[7, 20], [9, 38]]))
@@ -50,7 +51,7 @@ def test_the_engine_computes_what_was_trained(tmp_path: Path, window: int | None
         np.testing.assert_allclose(found, scores[row, at], atol=2e-3)
 
 
-def test_training_makes_them_guess_right(tmp_path: Path) -> None:
+def test_training_raises_the_acceptance_rate(tmp_path: Path) -> None:
     train, held = texts().take(slice(0, 112)), texts().take(slice(112, 128))
     part = made()
     before = part.measure(held)
@@ -65,7 +66,10 @@ def test_training_makes_them_guess_right(tmp_path: Path) -> None:
     for ops in sorted(OPS):
         model = decoder(target(), ops)
         attach(model, "part", written(part, tmp_path / ops))
-        for spec in ("prompt-tokens:from=part,nodes=2", "prompt-tokens:from=part,nodes=6,least=0"):
+        for spec in (
+            "prompt-tokens:from=part,nodes=2",
+            "prompt-tokens:from=part,nodes=6,min_prob=0",
+        ):
             for params in SAMPLINGS:
                 plain, _ = said(model, registry.build("plain"), prompts, **params)
                 found, rate = said(model, registry.build(spec), prompts, **params)
@@ -73,7 +77,7 @@ def test_training_makes_them_guess_right(tmp_path: Path) -> None:
                 assert rate > 1.1
 
 
-def test_what_comes_behind_a_text_teaches_nothing() -> None:
+def test_padding_has_no_loss() -> None:
     rows, part = texts().take(slice(0, 1)), made()
     stop = int(rows.stops[0])
     other, changed = (replace(rows, tokens=rows.tokens.clone()) for _ in range(2))
@@ -91,8 +95,8 @@ def test_options_are_checked(tmp_path: Path) -> None:
     for text, about in [("count=0", "1 or more"), ("kept=17", "1 to 16"), ("decay=2", "up to 1")]:
         with pytest.raises(UnknownMethod, match=about):
             recipe.build(entry, target(), recipe.options(entry, text), 1)
-    with pytest.raises(UnknownMethod, match="least from 0 to 1"):
-        registry.build("prompt-tokens:from=part,least=2")
+    with pytest.raises(UnknownMethod, match="min_prob from 0 to 1"):
+        registry.build("prompt-tokens:from=part,min_prob=2")
     part = made()
     part.weights = {}
     with pytest.raises(CorruptModel, match="prompt"):

@@ -12,20 +12,20 @@ from outstride.models.checkpoint import read_tensors
 from outstride.models.config import DecoderConfig
 from outstride.models.shipped.lists import END, MASK, TASKS, cases
 from outstride.train import loop, parallel
-from outstride.train.lessons import IDS, Texts, lesson
+from outstride.train.list_tasks import IDS, TaskTexts, masked_examples
 from outstride.train.parallel import BLOCK, CONFIGS, LENGTHS, forward, save
 
 KINDS = ("full", "block")
 
 
-def texts(kind: str) -> Texts:
+def texts(kind: str) -> TaskTexts:
     pairs = [(c.prompt, c.answer) for name in TASKS for c in cases(name, 20)]
-    return Texts.of(pairs, LENGTHS[kind])
+    return TaskTexts.of(pairs, LENGTHS[kind])
 
 
 def test_texts_hold_question_answer_and_end() -> None:
     [case] = cases("copy", 1)
-    found = Texts.of([(case.prompt, case.answer)], 40)
+    found = TaskTexts.of([(case.prompt, case.answer)], 40)
     words = [*case.prompt.split(), *case.answer.split()]
     assert found.tokens[0].tolist() == [IDS[w] for w in words] + [IDS[END]] * (40 - len(words))
     assert found.starts.tolist() == [len(case.prompt.split())]
@@ -33,29 +33,29 @@ def test_texts_hold_question_answer_and_end() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lessons_mask_answers_only_and_hide_what_is_not_seen(kind: str) -> None:
+def test_examples_mask_answers_only_and_hide_what_is_not_seen(kind: str) -> None:
     given, block = texts(kind), BLOCK if kind == "block" else None
     numbers = torch.Generator().manual_seed(1)
-    found = lesson(given, block, numbers, blank=False)
+    found = masked_examples(given, block, numbers, blank=False)
     places = torch.arange(LENGTHS[kind])
     masked = found.tokens == IDS[MASK]
     answers = places >= given.starts[:, None]
     assert masked.any(1).float().mean() > 0.5
     assert not (masked & ~answers).any()
     assert torch.equal(found.tokens[~masked], given.tokens.long()[~masked])
-    causal = ~(found.sees & (places[None] > places[:, None])[None]).any((1, 2))
+    causal = ~(found.mask & (places[None] > places[:, None])[None]).any((1, 2))
     assert causal.any() == (kind == "block")
-    assert torch.equal(found.asked[~causal], masked[~causal])
+    assert torch.equal(found.counted[~causal], masked[~causal])
     assert torch.equal(found.targets[~causal], given.tokens.long()[~causal])
     for row in causal.nonzero().flatten().tolist():
         # A causal text is scored where it stands: each token says what comes next.
         start, stop = int(given.starts[row]), int(given.stops[row])
-        asked = found.asked[row].nonzero().flatten().tolist()
+        asked = found.counted[row].nonzero().flatten().tolist()
         assert asked == list(range(start - 1, stop - 1))
         assert found.targets[row, asked].tolist() == given.tokens[row, start:stop].tolist()
     if block is not None:
         later = places[None] // block > places[:, None] // block
-        assert not (found.sees & later).any()
+        assert not (found.mask & later).any()
         blocks = [set((row.nonzero().flatten() // block).tolist()) for row in masked]
         assert max(map(len, blocks)) == 1
 
@@ -117,7 +117,9 @@ def test_steps_can_be_chosen_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding out how long a step takes teaches nothing."""
     said: list[str] = []
     monkeypatch.setattr(loop, "_REHEARSED", (1, 1))
-    monkeypatch.setattr(parallel, "rehearsed", lambda step: loop.rehearsed(step) * 0 + 0.5)
+    monkeypatch.setattr(
+        parallel, "seconds_per_step", lambda step: loop.seconds_per_step(step) * 0 + 0.5
+    )
     options = {"batch": 8, "pool": 40, "say": said.append}
     timed, steps = parallel.train("full", steps=0, seconds=1.6, **options)  # type: ignore[arg-type]
     assert steps == 3

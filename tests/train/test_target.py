@@ -42,7 +42,7 @@ def test_states_and_logits_of_transformers(variant: str, tmp_path: Path) -> None
     ids = torch.tensor([tokens(40), tokens(40, seed=1)])
     wanted, logits = states_of(theirs, ids)
     assert logits.std() > 0.5
-    found = target.states(ids, range(4))
+    found = target.hidden_states(ids, range(4))
     assert len(wanted) == len(found) == 4
     for tap in range(4):
         torch.testing.assert_close(found[tap], wanted[tap], rtol=1e-4, atol=1e-4)
@@ -56,7 +56,7 @@ def test_states_of_the_engine(tmp_path: Path) -> None:
     ids = tokens(50)
     wants = Wants(nodes=tuple(range(50)), logits=True, hidden=(0, 1, 3))
     scores = Hand(loaded.model, [0, 1, 2, 3]).run(chain(ids, 0), wants)
-    found = target.states(torch.tensor([ids]), (3, 0, 1))
+    found = target.hidden_states(torch.tensor([ids]), (3, 0, 1))
     for tap in (0, 1, 3):
         wanted = torch.from_numpy(scores.hidden[tap])
         torch.testing.assert_close(found[tap][0], wanted, rtol=1e-4, atol=1e-4)
@@ -74,23 +74,23 @@ def test_who_sees_whom_can_be_stated(variant: str, tmp_path: Path) -> None:
     target = Target.load(str(save(make(variant), tmp_path)))
     ids = torch.tensor([tokens(40)])
     causal = torch.ones(40, 40, dtype=torch.bool).tril()
-    usual = target.states(ids, (3,))[3]
-    torch.testing.assert_close(target.states(ids, (3,), causal[None])[3], usual)
+    usual = target.hidden_states(ids, (3,))[3]
+    torch.testing.assert_close(target.hidden_states(ids, (3,), causal[None])[3], usual)
     apart = causal.clone()
     apart[20:, :20] = False
-    halves = target.states(ids, (3,), apart[None])[3]
+    halves = target.hidden_states(ids, (3,), apart[None])[3]
     torch.testing.assert_close(halves[:, :20], usual[:, :20])
-    alone = target.states(ids[:, 20:], (3,))[3]  # attention looks at distances alone
+    alone = target.hidden_states(ids[:, 20:], (3,))[3]  # attention looks at distances alone
     torch.testing.assert_close(halves[:, 20:], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:
     folder = str(save(make("olmoe"), tmp_path / "experts"))
-    with pytest.raises(UnsupportedModel, match="olmoe cannot be trained beside yet"):
+    with pytest.raises(UnsupportedModel, match="cannot be trained for olmoe models yet"):
         Target.load(folder)
     target = Target.load(str(save(make("llama"), tmp_path / "llama")))
     with pytest.raises(ValueError, match="layers 0 to 3"):
-        target.states(torch.zeros(1, 4, dtype=torch.long), (1, 4))
+        target.hidden_states(torch.zeros(1, 4, dtype=torch.long), (1, 4))
     weights = dict(target.weights)
     del weights["model.norm.weight"]
     with pytest.raises(CorruptModel, match=r"model\.norm\.weight"):

@@ -13,18 +13,25 @@ import torch
 from outstride import LLM, SamplingParams, registry
 from outstride.core.contracts import Method
 from outstride.errors import InvalidParams, UnknownMethod, UnsupportedModel
-from outstride.models.grafts.unmask_filter import attach
+from outstride.models.draft_heads.unmask_filter import attach
 from outstride.models.load import load_tokenizer, locate
 from outstride.models.shipped.lists import TASKS, cases
-from outstride.train import lessons, recipe
-from outstride.train.certainty import Certainty
-from outstride.train.fit import Course, Fitted, fit
-from outstride.train.lessons import LONGEST, Texts
+from outstride.train import list_tasks, recipe
+from outstride.train.certainty import CertaintyRecipe
+from outstride.train.corpus_files import Corpus, TrainingRows
+from outstride.train.fit import TrainingResult, TrainingSchedule, fit
+from outstride.train.full_finetune import DifferentiableModel
+from outstride.train.list_tasks import LONGEST, TaskTexts
 from outstride.train.target import Target
-from outstride.train.unmask_filter import UnmaskFilter, _features
-from outstride.train.unmasking import Canvases, Choose, Manner, above, surest, write
-from outstride.train.whole import Reader
-from outstride.train.words import Rows, Words
+from outstride.train.unmask_filter import UnmaskFilterRecipe, _features
+from outstride.train.unmasking import (
+    Canvases,
+    Choose,
+    MaskedDecoding,
+    at_least,
+    most_confident,
+    write,
+)
 from tests.train import habits
 
 MODELS = ("parallel-full", "parallel-block")
@@ -43,11 +50,11 @@ def asked(count: int, first: int = 0) -> list[tuple[str, str]]:
     return [found[i * each + j] for j in range(first, each) for i in range(len(TASKS))]
 
 
-def rows_of(pairs: list[tuple[str, str]]) -> Rows:
-    texts = Texts.of(pairs, LONGEST)
+def rows_of(pairs: list[tuple[str, str]]) -> TrainingRows:
+    texts = TaskTexts.of(pairs, LONGEST)
     none = torch.zeros(len(pairs), dtype=torch.bool)
     keys = (torch.arange(len(pairs)) * 7919) % 10_007
-    return Rows(texts.tokens.long(), texts.starts, texts.stops, none, keys)
+    return TrainingRows(texts.tokens.long(), texts.starts, texts.stops, none, keys)
 
 
 def engine_says(
@@ -65,9 +72,11 @@ def torch_says(
     name: str, pairs: list[tuple[str, str]], choose: Choose
 ) -> tuple[list[list[int]], list[int]]:
     own = target(name)
-    reader = Reader(own.config, own.weights, own.device)
-    found = write(reader, Manner.of(own), rows_of(pairs), choose)
-    answers = [tokens[said].tolist() for tokens, said in zip(found.tokens, found.said, strict=True)]
+    reader = DifferentiableModel(own.config, own.weights, own.device)
+    found = write(reader, MaskedDecoding.of(own), rows_of(pairs), choose)
+    answers = [
+        tokens[said].tolist() for tokens, said in zip(found.tokens, found.answers, strict=True)
+    ]
     return answers, found.passes.tolist()
 
 
@@ -75,13 +84,13 @@ def torch_says(
 def test_torch_takes_the_course_of_the_engine(name: str) -> None:
     """Schedules, and a filter: the numbers that it learns from are those that it is shown."""
     pairs = asked(1)
-    own = UnmaskFilter(target(name), units=8, sure=0.5)
+    own = UnmaskFilterRecipe(target(name), units=8, sure=0.5)
     numbers = torch.Generator().manual_seed(2)
     for weight in own.weights.values():
         weight.copy_(torch.randn(weight.shape, generator=numbers))
     rules: dict[str, Choose] = {
-        "steps": surest,
-        "threshold:threshold=0.6": above(0.6),
+        "steps": most_confident,
+        "threshold:threshold=0.6": at_least(0.6),
         "filter:from=shaken": lambda look: own._scores(_features(look)).sigmoid() >= 0.5,
     }
     llm = LLM(name, weights="fp32", pages=64)
@@ -101,25 +110,30 @@ def test_torch_takes_the_course_of_the_engine(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_canvases_can_be_had_as_they_stood(name: str) -> None:
     own, rows = target(name), rows_of(asked(1))
-    manner, reader = Manner.of(own), Reader(own.config, own.weights, own.device)
+    manner, reader = (
+        MaskedDecoding.of(own),
+        DifferentiableModel(own.config, own.weights, own.device),
+    )
     moments: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     canvas = Canvases.fresh(manner, rows, manner.width(rows))
     while bool(canvas.live().all()):
-        moments.append((canvas.tokens.clone(), canvas.work(), canvas.sees()))
+        moments.append((canvas.tokens.clone(), canvas.work(), canvas.mask()))
         texts = torch.arange(len(rows))
-        look = canvas.look(reader, texts)
-        canvas.settle(look, surest(look), texts)
-    whole = write(reader, manner, rows, surest)
+        look = canvas.score(reader, texts)
+        canvas.settle(look, most_confident(look), texts)
+    whole = write(reader, manner, rows, most_confident)
     assert len(moments) >= 5
     for time, (tokens, work, sees) in enumerate(moments):
         again = Canvases.at(manner, whole, rows.stops, torch.full((len(rows),), time))
         assert torch.equal(again.tokens, tokens)
         assert torch.equal(again.work(), work)
-        assert torch.equal(again.sees(), sees)
+        assert torch.equal(again.mask(), sees)
 
 
-def run(made: Any, rows: Rows, out: Path, options: dict[str, Any], **course: Any) -> Fitted:
-    chosen = Course(**{"batch": 24, "held": 0.1, **course})
+def run(
+    made: Any, rows: TrainingRows, out: Path, options: dict[str, Any], **course: Any
+) -> TrainingResult:
+    chosen = TrainingSchedule(**{"batch": 24, "held": 0.1, **course})
     return fit(made, rows, out, chosen, options=options, data={"model": "lists"})
 
 
@@ -151,7 +165,7 @@ def test_a_filter_settles_more_per_pass_and_the_same_text(tmp_path: Path) -> Non
 def test_a_filter_is_for_models_with_masks(tmp_path: Path) -> None:
     own = Target.load(str(habits.make(tmp_path / "model")))
     with pytest.raises(UnsupportedModel, match="fills in no masks"):
-        UnmaskFilter(own)
+        UnmaskFilterRecipe(own)
     with pytest.raises(UnknownMethod, match="needs from"):
         registry.build("filter")
     with pytest.raises(UnknownMethod, match="threshold"):
@@ -167,7 +181,7 @@ def test_certainty_needs_fewer_passes_and_leaves_a_model(name: str, tmp_path: Pa
     before = {key: value.clone() for key, value in target(name).weights.items()}
     made = recipe.build(entry, target(name), recipe.options(entry, options))
     out = tmp_path / "sure"
-    with pytest.raises(InvalidParams, match="int8 is for parts"):
+    with pytest.raises(InvalidParams, match="int8 is for draft heads"):
         run(made, rows_of(pairs), out, {}, steps=1, int8=True)
     fitted = run(made, rows_of(pairs), out, {}, steps=30, batch=16, peak=1e-3)
     assert fitted.trained["tokens_per_pass"] > 1.15 * fitted.untrained["tokens_per_pass"]
@@ -181,9 +195,9 @@ def test_certainty_needs_fewer_passes_and_leaves_a_model(name: str, tmp_path: Pa
         torch.testing.assert_close(again.weights[key], value.detach(), rtol=1e-3, atol=1e-6)
 
 
-def test_lists_as_words(tmp_path: Path) -> None:
-    assert lessons.main(["--out", str(tmp_path), "--texts", "30", "--seed", "4"]) == 0
-    rows = Words.open(tmp_path, target("parallel-full").digest).rows(40)
+def test_list_tasks_as_a_corpus(tmp_path: Path) -> None:
+    assert list_tasks.main(["--out", str(tmp_path), "--texts", "30", "--seed", "4"]) == 0
+    rows = Corpus.open(tmp_path, target("parallel-full").digest).rows(40)
     assert len(rows) == 30
     tokenizer = load_tokenizer("parallel-block")
     said = tokenizer.decode(rows.tokens[0, : rows.starts[0]].tolist())
@@ -197,7 +211,7 @@ def test_options_that_make_no_sense() -> None:
     wrong: dict[str, Any]
     for wrong in ({"units": 0}, {"sure": 1.0}):
         with pytest.raises(ValueError, match="needs"):
-            UnmaskFilter(own, **wrong)
+            UnmaskFilterRecipe(own, **wrong)
     for wrong in ({"heat": 0.0}, {"early": 2.0}, {"texts": 0}, {"forcing": -1.0}):
         with pytest.raises(ValueError, match="needs"):
-            Certainty(own, **wrong)
+            CertaintyRecipe(own, **wrong)

@@ -40,7 +40,7 @@ HALF = 20
 
 
 def without_kernels(package: str) -> None:
-    """SDAR's code calls kernels for cards; these say the same in plain torch."""
+    """SDAR's code calls GPU kernels; these compute the same in plain torch."""
     import transformers.modeling_utils  # noqa: F401 - looks for the real ones, and must not find these
 
     def norm(x: Any, weight: Any, bias: None, eps: float) -> Any:
@@ -175,7 +175,7 @@ def answer(package: str, model: Any, family: str, prompt: list[int], count: int)
         code = importlib.import_module(f"{package}.generation_utils")
         settings = code.DreamGenerationConfig(
             max_new_tokens=count,
-            steps=64 * count,  # so many, and an end so near zero, that none settles two tokens
+            steps=64 * count,  # enough steps, and an end near zero, so that none settles two tokens
             eps=-1e-5,
             alg="maskgit_plus",
             mask_token_id=MASK,
