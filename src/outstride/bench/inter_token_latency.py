@@ -100,7 +100,7 @@ async def measure(
             "stream": True,
             "ignore_eos": True,
             "cache_salt": salt,  # a prompt that was read before would not be read again
-            # with its trace, a token is told even if its text is held back as half a character
+            # with its trace, a token is reported even if its text is held back as half a character
             "outstride": {"method": method, "trace": True},
         }
 

@@ -92,7 +92,7 @@ def grants(
     """Grants nodes, best first, as long as the expected tokens per second rise.
 
     Draft heads are used by all sequences that have one, if that raises the rate further; each
-    allocation is told whether they are. The caller reserves the pages.
+    allocation records whether they are. The caller reserves the pages.
     """
     if budget <= 0:
         return []
