@@ -10,24 +10,30 @@ from typing import Any
 import pytest
 
 from outstride import LLM
+from outstride.ops.cpu import native
 from tests.golden import make
 
 ROOT = Path(__file__).resolve().parent.parent
-AGAIN = 'python tests/golden/make.py "the line of CHANGELOG.md that names the change"'
+AGAIN = 'python tests/golden/make.py FORMAT "the line of CHANGELOG.md that names the change"'
+
+
+@pytest.fixture(scope="module", params=make.FILES)
+def weights(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def kept() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(make.FILE.read_text())
+def kept(weights: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(make.FILES[weights].read_text())
     return found
 
 
 @pytest.fixture(scope="module")
-def llm(kept: dict[str, Any]) -> Iterator[LLM]:
-    with LLM(make.MODEL) as made:
-        operations = make.operations(made)
-        if operations != kept["operations"]:
-            pytest.skip(f"recorded with {kept['operations']}; this machine has {operations}")
+def llm(kept: dict[str, Any], weights: str) -> Iterator[LLM]:
+    if native.library_path() is None:
+        pytest.skip("the native kernels were not built")
+    with LLM(make.MODEL, weights=weights, device="cpu") as made:
+        assert make.operations(made) == kept["operations"]
         yield made
 
 

@@ -1,4 +1,4 @@
-"""Writes the golden texts anew: `python tests/golden/make.py "what changed the text"`.
+"""Writes the golden texts of a weights format anew: `python tests/golden/make.py int8 "what changed"`.
 
 The line goes into CHANGELOG.md as well, word for word, or `tests/test_golden.py` fails. Texts that are
 what they were need no line; texts that changed need one that was not used before.
@@ -15,8 +15,11 @@ from typing import Any
 
 from outstride import LLM, SamplingParams
 
-FILE = Path(__file__).with_name("smollm2.json")
 MODEL = "smollm2"
+FILES = {
+    weights: Path(__file__).with_name(f"{MODEL}.{weights}.json") for weights in ("int8", "int4")
+}
+"""By weights format."""
 SHORT = 32
 PROMPTS = (
     "Why is the sky blue?",
@@ -74,17 +77,19 @@ def renewed(kept: dict[str, Any] | None, texts: list[dict[str, Any]], change: st
 
 
 def main() -> None:
-    kept = json.loads(FILE.read_text()) if FILE.exists() else None
-    with LLM(MODEL) as llm:
+    weights, *change = sys.argv[1:]
+    file = FILES[weights]
+    kept = json.loads(file.read_text()) if file.exists() else None
+    with LLM(MODEL, weights=weights) as llm:
         texts = answers(llm, "plain")
         values = {
             "model": MODEL,
             "weights": llm.model.digest,
             "operations": operations(llm),
-            "history": renewed(kept, texts, " ".join(sys.argv[1:])),
+            "history": renewed(kept, texts, " ".join(change)),
             "texts": texts,
         }
-    FILE.write_text(json.dumps(values, ensure_ascii=False, indent=1) + "\n")
+    file.write_text(json.dumps(values, ensure_ascii=False, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ CHUNK = 512
 
 
 def isas() -> list[int]:
-    return list(range(native.library().outstride_best_isa() + 1))
+    return list(native.isas())
 
 
 def in_bytes(x: FloatArray) -> npt.NDArray[np.float64]:

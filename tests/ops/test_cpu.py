@@ -52,7 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def isas() -> list[int]:
-    return list(range(native.library().outstride_best_isa() + 1))
+    return list(native.isas())
 
 
 def decoder(ops: Callable[[ModelWeights], Ops], **changes: Any) -> Decoder:

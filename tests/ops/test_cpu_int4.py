@@ -47,7 +47,7 @@ def decoder(ops: Callable[[ModelWeights], Ops], **changes: Any) -> Decoder:
 
 
 def isas() -> list[int]:
-    return list(range(native.library().outstride_best_isa() + 1))
+    return list(native.isas())
 
 
 def read(model: Decoder, count: int = 130, chunk: int | None = None) -> FloatArray:
@@ -165,8 +165,8 @@ def test_every_build_gives_the_same_bits(shape: str) -> None:
 def test_close_to_the_reference_with_the_same_weights(shape: str) -> None:
     ours, theirs = (read(decoder(ops, **SHAPES[shape])) for ops in (int4, spread_out))
     spread = theirs.std()
-    assert np.abs(ours - theirs).max() < 0.35 * spread  # entries have eight bits
-    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.04 * spread
+    assert np.abs(ours - theirs).max() < 0.6 * spread  # KV and activations have eight bits
+    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.06 * spread
 
 
 @needs_kernels
@@ -181,12 +181,12 @@ def test_random_shapes_and_numbers_of_rows(seed: int) -> None:
         "layers": 1,
     }
     rows = int(rng.integers(1, 131))
-    isa = int(rng.integers(0, len(isas())))
+    isa = int(rng.choice(isas()))
     ours, theirs = (
         read(decoder(ops, **changes), rows) for ops in (partial(int4, isa=isa), spread_out)
     )
     assert np.abs(ours - theirs).max() < 0.25 * theirs.std()  # the head has eight bits
-    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.03 * theirs.std()
+    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.04 * theirs.std()
 
 
 @needs_kernels

@@ -8,7 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outstride.core.graph import IntArray, TokenGraph, block, chain, tree, union
+from outstride.core.graph import (
+    MIXTURE,
+    IntArray,
+    Mixture,
+    TokenGraph,
+    block,
+    chain,
+    tree,
+    union,
+)
 from outstride.core.sequence import BlockTable
 from outstride.ops.contract import Span
 from outstride.ops.cuda.batch_metadata import DEEP, AttentionGeometry, BatchMetadata, ProgramLoad
@@ -225,6 +234,16 @@ def test_templates_of_a_sequence(window: int | None) -> None:
         table, slots = BlockTable(pages, list(range(128))), np.arange(128, 148)
         for _ in range(2):
             check(build, [Span(shape, slots, table, 0, 0)], (window,))
+
+
+def test_a_mixture_reads_no_embedding_before_the_first() -> None:
+    """Nor in metadata from a template: its token is -1, and that row does not exist."""
+    build, table = MetadataBuilder(GEOMETRY), BlockTable(list(range(9)), list(range(100)))
+    nodes = replace(chain([5, MIXTURE, 7], 100), mixtures={1: Mixture((5, 6), (0.5, 0.5))})
+    for _ in range(2):
+        made = build([Span(nodes, np.arange(100, 103), table, 0, 0)], (None,), 16)
+        assert row_table(made.words, 16)[RowField.TOKEN, :3].tolist() == [5, 0, 7]
+    assert len(build._templates) == 1
 
 
 def test_keys_that_all_nodes_share_are_read_together() -> None:

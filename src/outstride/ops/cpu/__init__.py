@@ -1,4 +1,4 @@
-"""The CPU backend in native code: int8 or int4 weights, 8- or 12-bit activations, int8 KV cache."""
+"""The CPU backend in native code: int8 or int4 weights, int8 activations and KV cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outstride.ops.cpu.embedding import PackedEmbedding
 from outstride.ops.cpu.gemm import Gemm
 from outstride.ops.cpu.runtime import Runtime
 from outstride.ops.cpu.sampler import Sampler
-from outstride.ops.cpu.weights import PackedModel
+from outstride.ops.cpu.weights import PackedModel, dense_model
 from outstride.ops.cpu.workspace import CpuBatch, as_slice
 from outstride.ops.weights import ModelShape, ModelWeights, unusual_layers
 
@@ -46,7 +46,7 @@ class Cpu(Ops):
         isa: int | None = None,
         count: int | None = None,
     ) -> None:
-        """isa: an index of `native.ISAS`; None: the best. count: of threads; None: all cores."""
+        """isa: an index of `native.ISAS`; None: the chosen one. count: of threads; None: all cores."""
         self.runtime = runtime = Runtime(
             shape,
             weights,
@@ -57,7 +57,9 @@ class Cpu(Ops):
             count=count,
         )
         self._size = shape.hidden_size
-        stored = "int8 x 8 bit" if weights.bits == 8 else "int4 x 12 bit (head int8 x 8 bit)"
+        stored = (
+            "int8 x 8 bit" if weights.bits == 8 else "int4 x 8 bit in groups (head int8 x 8 bit)"
+        )
         self.weights = f"int{weights.bits}"
         self.name = f"cpu {native.ISAS[runtime.isa]} {stored}, cache int8"
         self.windows = runtime.windows
@@ -73,7 +75,7 @@ class Cpu(Ops):
         """From float32 weights, which are packed and dropped one by one."""
         return cls(
             model.shape,
-            PackedModel.pack(model, bits),
+            PackedModel.pack(model.shape, dense_model(model), bits),
             slots=model.slots,
             page_size=model.page_size,
             features=model.features,
@@ -85,6 +87,7 @@ class Cpu(Ops):
 
     @classmethod
     def supports(cls, shape: ModelShape) -> str | None:
+        native.chosen_isa()  # a wrong OUTSTRIDE_ISA is an error before anything is loaded
         if what := unusual_layers(shape):
             return f"the native CPU kernels cannot run {what} yet"
         if not native.library().outstride_record(shape.head_dim):

@@ -6,9 +6,8 @@ exactly, because scale and minimum follow from the smallest and largest value of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +16,19 @@ import torch
 from outstride.core.graph import FloatArray
 from outstride.ops.cpu import native
 from outstride.ops.cpu.int8 import rounded
+from outstride.ops.matrix_rows import BLOCK_KINDS, DenseRows, MatrixRows, pack_all
 from outstride.ops.weights import LayerWeights
 
 GROUP = 32
 _BLOCK = 64 + 16 * GROUP // 2
 """Bytes of one group in a tile of sixteen channels: scales, minima, two codes in a byte."""
-SPREAD = 8
-"""Floats of memory for each column of a tile whose codes are spread out to two bytes each; there is
+SPREAD = 4
+"""Floats of memory for each column of a tile whose codes are spread out to a byte each; there is
 one more group of them, so that groups can go in pairs."""
 _SPANS = (14.0, 13.0, 12.0, 11.0, 10.0, 9.0, 8.0, 7.0, 15.6, 16.3, 17.0, 18.0, 19.0)
 """Candidate numbers of steps between the ends of a group, besides 15: grids that are not fully used,
 and steps so small that the ends are clipped."""
-_PORTION = 1 << 20
+_TOO_LARGE = "weights beyond 65,504 do not fit into int4 groups"
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Halves: TypeAlias = npt.NDArray[np.float16]
@@ -49,20 +49,22 @@ class _Grids:
         with np.errstate(over="ignore"):
             s, m = scale.astype(np.float16), minimum.astype(np.float16)
         if not (np.isfinite(s).all() and np.isfinite(m).all()):
-            raise ValueError("weights beyond 65,504 do not fit into int4 groups")
+            raise ValueError(_TOO_LARGE)
         steps = np.where(s > 0, s, 1).astype(np.float32)[:, None]
-        codes = np.rint((groups - m.astype(np.float32)[:, None]) / steps).clip(0, 15)
+        codes = np.rint(((groups - m.astype(np.float32)[:, None]) / steps).clip(0, 15))
         back = s.astype(np.float32)[:, None] * codes + m.astype(np.float32)[:, None]
-        error = np.square(back - groups).sum(axis=1)
+        error = _tree_sum(np.square(back - groups))
         return cls(codes.astype(np.uint8), s, m, error)
 
     def fitted(self, groups: FloatArray) -> _Grids:
         """The least-squares scale and minimum of these codes, and the nearest codes on that grid."""
         codes = self.codes.astype(np.float32)
-        mean_code, mean = codes.mean(axis=1), groups.mean(axis=1)
-        off = codes - mean_code[:, None]
-        spread = np.square(off).sum(axis=1)
-        scale = (off * groups).sum(axis=1) / np.where(spread > 0, spread, 1)
+        size = np.float32(GROUP)
+        mean_code, mean = _tree_sum(codes) / size, _tree_sum(groups) / size
+        off: FloatArray = codes - mean_code[:, None]
+        spread = _tree_sum(np.square(off))
+        spread[spread == 0] = 1
+        scale: FloatArray = _tree_sum(off * groups) / spread
         return _Grids.of(groups, scale, mean - scale * mean_code)
 
     def take(self, other: _Grids, better: npt.NDArray[np.bool_]) -> None:
@@ -70,9 +72,20 @@ class _Grids:
             getattr(self, name)[better] = getattr(other, name)[better]
 
 
+def _tree_sum(values: FloatArray) -> FloatArray:
+    """Sums of 32 columns, over the tree of `sum` in kernels.inc: halves, quarters, eighths."""
+    for width in (16, 8, 4, 2, 1):
+        values = values[:, :width] + values[:, width:]
+    return values[:, 0].copy()
+
+
 def _nearest(groups: FloatArray) -> _Grids:
-    """A grid from the smallest to the largest value of each group, or the best of some others."""
-    low, high = groups.min(axis=1), groups.max(axis=1)
+    """A grid from the smallest to the largest value of each group, or the best of some others.
+
+    `nearest_group` in kernels.pack.inc computes the same bits; this one is for machines without
+    native kernels.
+    """
+    low, high = groups.min(axis=1) + np.float32(0), groups.max(axis=1)  # never -0
     found = _Grids.of(groups, (high - low) / 15, low)
     rest = np.flatnonzero(found.error > 0)
     if len(rest):
@@ -88,12 +101,6 @@ def _nearest(groups: FloatArray) -> _Grids:
         for name in ("codes", "scale", "minimum", "error"):
             getattr(found, name)[rest] = getattr(best, name)
     return found
-
-
-def _portions(count: int, k: int) -> Iterator[slice]:
-    step = max(16, _PORTION // max(k, 1) // 16 * 16)
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
 
 
 @dataclass(slots=True)
@@ -128,25 +135,72 @@ class Int4Matrix:
         )
 
     @classmethod
-    def of(cls, weight: FloatArray, bias: FloatArray | None, depth: int) -> Int4Matrix:
-        """Quantizes a matrix; `depth` is the width of the activations."""
-        channels, k = weight.shape
+    def empty(
+        cls, channels: int, k: int, depth: int, *, bias: bool = False, memory: Bytes | None = None
+    ) -> Self:
+        """A matrix to be filled; `depth` is the width of the activations. memory: for its data."""
         if depth < k or depth % GROUP:
             raise ValueError(f"a depth of {depth} for {k} columns in groups of {GROUP}")
         tiles = rounded(channels, 32) // 16
-        count = depth // GROUP
-        data = np.zeros((tiles, count, _BLOCK), dtype=np.uint8)
-        for part in _portions(tiles * 16, depth):
-            padded = np.zeros((part.stop - part.start, depth), dtype=np.float32)
-            rows = weight[part]
-            padded[: len(rows), :k] = rows
-            if k % GROUP:  # padding meets zero activations: any value of the group will do
-                padded[: len(rows), k : rounded(k, GROUP)] = rows[:, -1:]
-            grids = _nearest(padded.reshape(-1, GROUP))
-            _lay(grids, data[part.start // 16 : part.stop // 16])
-        if bias is not None:
-            bias = np.concatenate([bias, np.zeros(tiles * 16 - channels)]).astype(np.float32)
-        return cls(data.reshape(-1), bias, channels, k, tiles, depth)
+        data = np.empty(cls.size_of(channels, depth), dtype=np.uint8) if memory is None else memory
+        biases = np.zeros(tiles * 16, dtype=np.float32) if bias else None
+        return cls(data, biases, channels, k, tiles, depth)
+
+    @classmethod
+    def of(cls, weight: FloatArray, bias: FloatArray | None, depth: int) -> Self:
+        """Quantizes a matrix; `depth` is the width of the activations."""
+        channels, k = weight.shape
+        matrix = cls.empty(channels, k, depth, bias=bias is not None)
+        if matrix.bias is not None and bias is not None:
+            matrix.bias[: len(bias)] = bias
+        pack_all([(matrix, DenseRows(weight))])
+        return matrix
+
+    @staticmethod
+    def size_of(channels: int, depth: int) -> int:
+        """Bytes of the data of a matrix."""
+        return rounded(channels, 32) // 16 * (depth // GROUP) * _BLOCK
+
+    def pack(self, rows: MatrixRows, first: int, last: int) -> None:
+        """Fills tiles `first` to `last - 1`; threads may fill different tiles.
+
+        4-bit blocks of a file are taken as they are. Other rows are quantized, and so are blocks whose
+        scale or minimum is no finite number in half precision: reading them says what is wrong.
+        """
+        start, stop = first * 16, min(last * 16, self.channels)
+        tile = self.depth // GROUP * _BLOCK
+        data = self.data[first * tile : last * tile]
+        if rows.block_kind is not None and native.library_path() is not None:
+            addresses = np.zeros((last - first) * 16, dtype=np.uint64)
+            addresses[: max(stop - start, 0)] = rows.addresses(start, stop)
+            kind, groups = BLOCK_KINDS.index(rows.block_kind), self.k // GROUP
+            if not native.library().outstride_repack_int4(
+                addresses.ctypes.data, kind, groups, last - first, self.depth, data.ctypes.data
+            ):
+                return
+        self._quantize(np.ascontiguousarray(rows.floats(start, stop), dtype=np.float32), data)
+
+    def _quantize(self, weight: FloatArray, data: Bytes) -> None:
+        """Quantizes rows into whole tiles."""
+        tiles, count = data.size // (self.depth // GROUP * _BLOCK), self.depth // GROUP
+        if native.library_path() is None:
+            padded = np.zeros((tiles * 16, self.depth), dtype=np.float32)
+            padded[: len(weight), : self.k] = weight
+            if self.k % GROUP:  # padding meets zero activations: any value of the group will do
+                padded[: len(weight), self.k : rounded(self.k, GROUP)] = weight[:, -1:]
+            _lay(_nearest(padded.reshape(-1, GROUP)), data.reshape(tiles, count, _BLOCK))
+            return
+        scratch = np.empty(self.depth, dtype=np.float32)
+        if native.library().outstride_pack_int4(
+            weight.ctypes.data,
+            len(weight),
+            self.k,
+            tiles,
+            self.depth,
+            scratch.ctypes.data,
+            data.ctypes.data,
+        ):
+            raise ValueError(_TOO_LARGE)
 
     def dense(self) -> FloatArray:
         """The weights that the kernels work with, in float32."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from outstride.core.graph import FloatArray, IntArray
 from outstride.core.host_library import address
 from outstride.ops.cpu import native
 from outstride.ops.cpu.hadamard import HadamardRotation
+from outstride.ops.matrix_rows import DenseRows, MatrixRows, alternating_rows, pack_all
 
 
 def rounded(size: int, to: int) -> int:
@@ -55,32 +56,57 @@ class Int8Matrix:
         self.pointer = ctypes.pointer(self.struct)
 
     @classmethod
-    def of(cls, weight: FloatArray, bias: FloatArray | None, depth: int) -> Int8Matrix:
-        """Quantizes a matrix; `depth` is the width of the activations."""
-        channels, k = weight.shape
+    def empty(
+        cls,
+        channels: int,
+        k: int,
+        depth: int,
+        *,
+        bias: bool = False,
+        memory: npt.NDArray[np.uint8] | None = None,
+    ) -> Self:
+        """A matrix to be filled; `depth` is the width of the activations. memory: for its data."""
         if depth < k or depth % 16:
             raise ValueError(f"a depth of {depth} for {k} columns")
-        weight = np.ascontiguousarray(weight, dtype=np.float32)
         tiles = rounded(channels, 32) // 16
-        data = np.empty(tiles * depth * 16, dtype=np.uint8)
+        data = np.empty(cls.size_of(channels, depth), dtype=np.uint8) if memory is None else memory
         scale = np.empty(tiles * 16, dtype=np.float32)
         zero = np.empty(tiles * 16, dtype=np.int32)
-        scratch = np.empty(2 * depth, dtype=np.float32)
+        biases = np.zeros(tiles * 16, dtype=np.float32) if bias else None
+        return cls(data, scale, zero, biases, channels, k, tiles, depth)
+
+    @classmethod
+    def of(cls, weight: FloatArray, bias: FloatArray | None, depth: int) -> Self:
+        """Quantizes a matrix; `depth` is the width of the activations."""
+        channels, k = weight.shape
+        matrix = cls.empty(channels, k, depth, bias=bias is not None)
+        if matrix.bias is not None and bias is not None:
+            matrix.bias[: len(bias)] = bias
+        pack_all([(matrix, DenseRows(weight))])
+        return matrix
+
+    @staticmethod
+    def size_of(channels: int, depth: int) -> int:
+        """Bytes of the data of a matrix."""
+        return rounded(channels, 32) * depth
+
+    def pack(self, rows: MatrixRows, first: int, last: int) -> None:
+        """Quantizes the rows of tiles `first` to `last - 1`; threads may pack different tiles."""
+        weight = rows.floats(first * 16, min(last * 16, self.channels))
+        weight = np.ascontiguousarray(weight, dtype=np.float32)
+        scratch = np.empty(18 * self.depth, dtype=np.float32)
         native.library().outstride_pack(
             weight.ctypes.data,
-            channels,
-            k,
-            tiles,
-            depth,
-            HadamardRotation.of(depth).pointer,
+            len(weight),
+            self.k,
+            last - first,
+            self.depth,
+            HadamardRotation.of(self.depth).pointer,
             scratch.ctypes.data,
-            data.ctypes.data,
-            scale.ctypes.data,
-            zero.ctypes.data,
+            self.data[first * 16 * self.depth :].ctypes.data,
+            self.scale[first * 16 :].ctypes.data,
+            self.zero[first * 16 :].ctypes.data,
         )
-        if bias is not None:
-            bias = np.concatenate([bias, np.zeros(tiles * 16 - channels)]).astype(np.float32)
-        return cls(data, scale, zero, bias, channels, k, tiles, depth)
 
     def move(self, memory: npt.NDArray[np.uint8]) -> None:
         """Moves the weights to other memory."""
@@ -109,12 +135,8 @@ class Int8Matrix:
 
 
 def alternating(weight: FloatArray) -> FloatArray:
-    """Gate and up channels interleaved in groups of sixteen, as the kernels need them."""
-    gate, up = np.split(weight, 2)
-    size = rounded(len(gate), 16)
-    interleaved = np.zeros((size // 16, 2, 16, *weight.shape[1:]), dtype=np.float32)
-    for which, half in enumerate((gate, up)):
-        padded = np.zeros((size, *weight.shape[1:]), dtype=np.float32)
-        padded[: len(half)] = half
-        interleaved[:, which] = padded.reshape(size // 16, 16, *weight.shape[1:])
-    return interleaved.reshape(2 * size, *weight.shape[1:])
+    """Gate and up channels, concatenated, in the order of the kernels: a copy."""
+    order = alternating_rows(len(weight) // 2)
+    found = weight[order]
+    found[order < 0] = 0
+    return found

@@ -1,5 +1,5 @@
-// Passes on CPUs: integer products of 8-bit weights with 8-bit activations or of 4-bit weights with
-// 12-bit ones, attention over pages.
+// Passes on CPUs: integer products of 8-bit or 4-bit weights with 8-bit activations, attention over
+// pages.
 //
 // No framework: plain buffers in, plain buffers out, errors as return codes. The code of the kernels
 // is in kernels.inc, compiled here for each instruction set; `outstride_open` chooses one at run time.
@@ -23,12 +23,35 @@
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <arm_neon.h>
+#include <sys/auxv.h>
 #endif
 
+// Builds, numbered as in native.py. Which of them this compiler can make: an older one leaves some out.
 #define ISA_PORTABLE 0
 #define ISA_AVX2 1
-#define ISA_AVX512 2
-#define ISA_AMX 3
+#define ISA_AVX_VNNI 2
+#define ISA_AVX512_VNNI 3
+#define ISA_AMX 4
+#define ISA_NEON_DOTPROD 5
+#define ISA_NEON_I8MM 6
+#define ISAS 7
+#if defined(__clang__) || __GNUC__ >= 11
+#define NEW_COMPILER 1
+#endif
+#if defined(OUTSTRIDE_AVX_VNNI_STAND_IN)  // a program for tests: tests/ops/replay
+#define HAVE_AVX_VNNI 1
+#define HAVE_AMX 1
+#elif defined(__x86_64__)
+#define HAVE_AVX2 1
+#define HAVE_AVX_VNNI NEW_COMPILER
+#define HAVE_AVX512_VNNI 1
+#define HAVE_AMX NEW_COMPILER
+#elif defined(__aarch64__) && defined(__linux__)
+#define HAVE_NEON_DOTPROD NEW_COMPILER
+#define HAVE_NEON_I8MM NEW_COMPILER
+#endif
 
 namespace {
 
@@ -146,7 +169,7 @@ struct Codes {  // quantized rows: at most two bytes for each value, one scale f
   int8_t* bytes;
   float* scale;
   int32_t* sums;  // [rows][slices]: sums of the values
-  float* groups;  // [rows][depth / 32]: the same of each group, for weights of 4 bits
+  float* groups;  // [rows][depth / 32][2]: for weights of 4 bits, see kernels.int4.inc
 };
 
 // Products over at most this many columns are summed as 32-bit integers without overflow; longer ones
@@ -204,6 +227,8 @@ constexpr int IDLE_SPINS = 80000;  // how long a thread spins for the next one: 
 inline void pause_cpu() {
 #if defined(__x86_64__)
   _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ __volatile__("isb" ::: "memory");  // takes about as long; `yield` takes no time at all
 #else
   __asm__ __volatile__("" ::: "memory");
 #endif
@@ -311,7 +336,7 @@ void announce(Pool* p, uint32_t number) {
 
 // Clears the upper halves of wide registers. While they hold data, legacy SSE instructions have false
 // dependencies: everything a process does between passes took several times as long.
-inline void leave(const Pool* p) {
+inline void leave([[maybe_unused]] const Pool* p) {
 #if defined(__x86_64__)
   if (p->wide) __asm__ __volatile__("vzeroupper" ::: "memory");
 #endif
@@ -385,19 +410,21 @@ constexpr int wide_of(int head_dim) { return (head_dim + 15) / 16 * 16; }
 // Bytes of one head of sixteen cached positions, keys or values.
 constexpr size_t record_of(int head_dim) { return (size_t)wide_of(head_dim) * 16 + 64; }
 
-constexpr int SET = 16;           // queries that are worked on at a time
+constexpr int MAX_SET = 24;       // queries that are worked on at a time: see `SET` of a build
 constexpr int MAX_QUERIES = 48;  // of one key head that go together, if not a single node has more
 constexpr int CHUNK = 512;        // positions whose scores are made before their weights
 constexpr int STRIDE = CHUNK + 32;  // from one query's scores to the next: other lines of the cache
 
+// Whole sets of any build.
 constexpr int max_queries(int group) {
-  return ((group > MAX_QUERIES ? group : MAX_QUERIES) + SET - 1) / SET * SET;
+  static_assert(MAX_QUERIES % MAX_SET == 0 && MAX_QUERIES % 16 == 0);
+  return ((group > MAX_QUERIES ? group : MAX_QUERIES) + MAX_QUERIES - 1) / MAX_QUERIES * MAX_QUERIES;
 }
 
 // What a thread needs for it, in units of four bytes; see `unit_of`.
 constexpr int attention_scratch(int group, int head_dim) {
   const int rows = max_queries(group), wide = wide_of(head_dim);
-  return rows * wide * 3 / 2 + rows * 4 + SET * (STRIDE * 3 + 2 * wide + 2) +
+  return rows * wide * 3 / 2 + rows * 4 + MAX_SET * (STRIDE * 3 + 2 * wide + 2) +
          (int)record_of(head_dim) / 2;
 }
 
@@ -413,7 +440,7 @@ namespace {
 }  // namespace portable
 #undef ISA
 
-#if defined(__x86_64__)
+#if HAVE_AVX2
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #define ISA ISA_AVX2
@@ -424,16 +451,35 @@ namespace {
 }  // namespace avx2
 #undef ISA
 #pragma GCC pop_options
+#endif
+
+#if HAVE_AVX_VNNI
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,prefer-vector-width=512")
-#define ISA ISA_AVX512
-namespace avx512 {
+#pragma GCC target("avx2,fma,f16c")
+#define ISA ISA_AVX_VNNI
+namespace avx_vnni {
 namespace {
 #include "kernels.inc"
 }
-}  // namespace avx512
+}  // namespace avx_vnni
 #undef ISA
 #pragma GCC pop_options
+#endif
+
+#if HAVE_AVX512_VNNI
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,prefer-vector-width=512")
+#define ISA ISA_AVX512_VNNI
+namespace avx512_vnni {
+namespace {
+#include "kernels.inc"
+}
+}  // namespace avx512_vnni
+#undef ISA
+#pragma GCC pop_options
+#endif
+
+#if HAVE_AMX
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8,prefer-vector-width=512")
 #define ISA ISA_AMX
@@ -442,6 +488,32 @@ namespace {
 #include "kernels.inc"
 }
 }  // namespace amx
+#undef ISA
+#pragma GCC pop_options
+#endif
+
+#if HAVE_NEON_DOTPROD
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+dotprod")
+#define ISA ISA_NEON_DOTPROD
+namespace neon_dotprod {
+namespace {
+#include "kernels.inc"
+}
+}  // namespace neon_dotprod
+#undef ISA
+#pragma GCC pop_options
+#endif
+
+#if HAVE_NEON_I8MM
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+dotprod+i8mm")
+#define ISA ISA_NEON_I8MM
+namespace neon_i8mm {
+namespace {
+#include "kernels.inc"
+}
+}  // namespace neon_i8mm
 #undef ISA
 #pragma GCC pop_options
 #endif
@@ -472,6 +544,9 @@ struct Kernels {
 #if defined(__x86_64__)
 // Whether the processor has matrix tiles of bytes, and the system lets this process use them.
 bool has_amx() {
+#if defined(OUTSTRIDE_AMX_STAND_IN)
+  return true;
+#endif
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 24 & 3) != 3) return false;
 #if defined(__linux__)
@@ -481,65 +556,86 @@ bool has_amx() {
   return false;
 #endif
 }
-#endif
 
-int best_isa() {
-#if defined(__x86_64__)
+bool has_avx_vnni() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
+}
+
+bool machine_has(int isa) {
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vnni"))
-      return has_amx() ? ISA_AMX : ISA_AVX512;
-    return ISA_AVX2;
-  }
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vnni");
+  if (isa == ISA_AVX2) return avx2;
+#if defined(OUTSTRIDE_AVX_VNNI_STAND_IN)
+  if (isa == ISA_AVX_VNNI) return OUTSTRIDE_AVX_VNNI_STAND_IN == 1 ? avx512 : avx2;
 #endif
-  return ISA_PORTABLE;
+  if (isa == ISA_AVX_VNNI) return avx2 && has_avx_vnni();
+  if (isa == ISA_AVX512_VNNI) return avx512;
+  return isa == ISA_AMX && avx512 && has_amx();
+}
+#elif defined(__aarch64__) && defined(__linux__)
+bool machine_has(int isa) {
+  constexpr unsigned long dotprod = 1 << 20, i8mm = 1 << 13;  // HWCAP_ASIMDDP, HWCAP2_I8MM
+  if (isa == ISA_NEON_DOTPROD) return getauxval(AT_HWCAP) & dotprod;
+  return isa == ISA_NEON_I8MM && getauxval(AT_HWCAP) & dotprod && getauxval(AT_HWCAP2) & i8mm;
+}
+#else
+bool machine_has(int) { return false; }
+#endif
+
+// A build's kernels; false: this machine or this library does not have it.
+bool kernels_of(int isa, Kernels* found) {
+  if (isa == ISA_PORTABLE) return *found = KERNELS(portable), true;
+  if (!machine_has(isa)) return false;
+#if HAVE_AVX2
+  if (isa == ISA_AVX2) return *found = KERNELS(avx2), true;
+#endif
+#if HAVE_AVX_VNNI
+  if (isa == ISA_AVX_VNNI) return *found = KERNELS(avx_vnni), true;
+#endif
+#if HAVE_AVX512_VNNI
+  if (isa == ISA_AVX512_VNNI) return *found = KERNELS(avx512_vnni), true;
+#endif
+#if HAVE_AMX
+  if (isa == ISA_AMX) return *found = KERNELS(amx), true;
+#endif
+#if HAVE_NEON_DOTPROD
+  if (isa == ISA_NEON_DOTPROD) return *found = KERNELS(neon_dotprod), true;
+#endif
+#if HAVE_NEON_I8MM
+  if (isa == ISA_NEON_I8MM) return *found = KERNELS(neon_i8mm), true;
+#endif
+  return false;
 }
 
-// --- rounding weights -------------------------------------------------------------------------------
-
-struct Grid {  // a byte c stands for (c - zero) * scale
-  float scale, inverse, zero;
-};
-
-Grid grid(float step, float zero) { return {step, step > 0.0f ? 1.0f / step : 0.0f, zero}; }
-
-Grid even_grid(float min_value, float max_value) {
-  return grid((max_value > -min_value ? max_value : -min_value) / 127.0f, 128.0f);
-}
-
-Grid whole_grid(float min_value, float max_value) {
-  const float step = (max_value - min_value) / 255.0f;
-  return grid(step, step > 0.0f ? nearbyintf(-min_value / step) : 128.0f);
-}
-
-inline float code_of(const Grid& g, float weight) {
-  constexpr float magic = 12582912.0f;  // its last bit is worth one: adding it rounds
-  const float c = (weight * g.inverse + magic) - magic + g.zero;
-  return c < 0.0f ? 0.0f : c > 255.0f ? 255.0f : c;
-}
-
-float error_of(const Grid& g, const float* weights, int count) {
-  float total = 0.0f;
-  for (int i = 0; i < count; i++) {
-    const float off = (code_of(g, weights[i]) - g.zero) * g.scale - weights[i];
-    total += off * off;
-  }
-  return total;
-}
+// Weights are packed by the AVX2 build where the machine has it: the bits are the same.
+#if HAVE_AVX2
+#define PACKING(function) (machine_has(ISA_AVX2) ? avx2::function : portable::function)
+#else
+#define PACKING(function) portable::function
+#endif
 
 struct Engine {
   Pool pool;
   Kernels kernels;
-  int isa;
 };
 
 }  // namespace
 
 extern "C" {
 
-int outstride_best_isa() { return best_isa(); }
+// The builds that this machine has, slowest first: their numbers to `out`, which has room for all of
+// them. Returns how many.
+int outstride_isas(int32_t* out) {
+  int count = 0;
+  Kernels found;
+  for (int isa = 0; isa < ISAS; isa++)
+    if (kernels_of(isa, &found)) out[count++] = isa;
+  return count;
+}
 
 // How much scratch attention over this many rows needs.
 int outstride_scratch(int group, int head_dim, int rows) {
@@ -547,24 +643,19 @@ int outstride_scratch(int group, int head_dim, int rows) {
 }
 
 // An engine with `threads` threads for at most `rows` rows of `depth` values. Null: out of memory, or
-// an instruction set that this processor lacks.
+// a build that `outstride_isas` does not name.
 void* outstride_open(int threads, int isa, int rows, int depth, int scratch) {
-  if (threads < 1 || threads > MAX_THREADS || isa < 0 || isa > best_isa() || rows < 1 || depth < 1)
+  Kernels kernels;
+  if (threads < 1 || threads > MAX_THREADS || !kernels_of(isa, &kernels) || rows < 1 || depth < 1)
     return nullptr;
   Engine* e = new Engine();
-  e->isa = isa;
-  e->kernels = KERNELS(portable);
-#if defined(__x86_64__)
-  if (isa == ISA_AVX2) e->kernels = KERNELS(avx2);
-  if (isa == ISA_AVX512) e->kernels = KERNELS(avx512);
-  if (isa == ISA_AMX) e->kernels = KERNELS(amx);
-#endif
+  e->kernels = kernels;
   Pool* p = &e->pool;
   p->count = threads;
   p->wide = isa != ISA_PORTABLE;
   // Rows are read in blocks of sixteen: memory after the last row is read and not used.
   const size_t bytes = (size_t)2 * depth + 64;
-  const size_t sums = sizeof(int32_t) * slices(depth), groups = (size_t)depth / 32 + 1;
+  const size_t sums = sizeof(int32_t) * slices(depth), groups = (size_t)depth / 16 + 2;
   p->shared = {(int8_t*)aligned_alloc(64, (bytes * (rows + 16) + 63) / 64 * 64),
                (float*)malloc(sizeof(float) * rows), (int32_t*)malloc(sums * rows),
                (float*)calloc(groups * (rows + 16), sizeof(float))};
@@ -657,29 +748,48 @@ void outstride_move(const Layer* layers, int count, const int64_t* sources, cons
   }
 }
 
-// Weights of float32, [channels][k], rotated and rounded to tiles of bytes with one scale and one zero
-// per channel: from the smallest to the largest weight, or symmetric, whichever is closer.
-// `scratch`: two rows.
+// Rows of float32, [channels][k], to tiles of int8; see `pack_int8`. `scratch`: eighteen rows.
 void outstride_pack(const float* weights, int channels, int k, int tiles, int depth, const HadamardRotation* rotation,
                     float* scratch, uint8_t* data, float* scale, int32_t* zero) {
-  float *given = scratch, *row = scratch + depth;
-  for (int n = 0; n < tiles * 16; n++) {
-    uint8_t* tile = data + (size_t)(n / 16) * depth * 16 + n % 16 * 4;
-    memset(given, 0, sizeof(float) * depth);
-    if (n < channels) memcpy(given, weights + (size_t)n * k, sizeof(float) * k);
-    portable::rotate_row(given, depth, depth, rotation, row);
-    float min_value = 0.0f, max_value = 0.0f;
-    for (int i = 0; i < depth; i++) {
-      row[i] /= (float)rotation->run;
-      min_value = row[i] < min_value ? row[i] : min_value;
-      max_value = row[i] > max_value ? row[i] : max_value;
+  PACKING(pack_int8)(weights, channels, k, tiles, depth, rotation, scratch, data, scale, zero);
+}
+
+// Rows of float32, [channels][k], to tiles of int4; see `pack_int4`. `scratch`: one row.
+int outstride_pack_int4(const float* weights, int channels, int k, int tiles, int depth, float* scratch,
+                        uint8_t* data) {
+  return PACKING(pack_int4)(weights, channels, k, tiles, depth, scratch, data);
+}
+
+// Rows of a file with 4-bit blocks to tiles of int4; see `repack_int4`.
+int outstride_repack_int4(const uint8_t* const* rows, int kind, int groups, int tiles, int depth, uint8_t* data) {
+  return PACKING(repack_int4)(rows, kind, groups, tiles, depth, data);
+}
+
+// Rows of a GGUF file to float32; see `dequantize`.
+void outstride_dequantize(const uint8_t* const* rows, int kind, int count, int k, float* out) {
+  PACKING(dequantize)(rows, kind, count, k, out);
+}
+
+// A checksum of bytes: every change of a single word changes it. Runs at the speed of memory.
+uint64_t outstride_checksum(const uint8_t* data, int64_t size, uint64_t seed) {
+  constexpr uint64_t factor = 0x9E3779B97F4A7C15ull;
+  uint64_t lanes[8];
+  for (int i = 0; i < 8; i++) lanes[i] = (seed + i + 1) * factor;
+  const auto mix = [](uint64_t lane, uint64_t word) {
+    lane = (lane ^ word) * factor;
+    return lane ^ lane >> 32;
+  };
+  int64_t at = 0;
+  for (; at + 64 <= size; at += 64)
+    for (int i = 0; i < 8; i++) {
+      uint64_t word;
+      memcpy(&word, data + at + i * 8, 8);
+      lanes[i] = mix(lanes[i], word);
     }
-    const Grid even = even_grid(min_value, max_value), whole = whole_grid(min_value, max_value);
-    const Grid g = error_of(whole, row, depth) < error_of(even, row, depth) ? whole : even;
-    scale[n] = g.scale, zero[n] = (int32_t)g.zero;
-    for (int i = 0; i < depth; i++)
-      tile[(size_t)(i / 4) * 64 + i % 4] = (uint8_t)code_of(g, row[i]);
-  }
+  uint64_t total = mix(seed, (uint64_t)size);
+  for (; at < size; at++) total = mix(total, data[at]);
+  for (int i = 0; i < 8; i++) total = mix(total, lanes[i]);
+  return total;
 }
 
 // Rows of a packed matrix as float32: the embedding of a model with tied embeddings. `scratch`: one

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from outstride.errors import InvalidParams
+
 _F, _I = c.c_float, c.c_int32
 _P = c.c_void_p
 
@@ -163,7 +165,16 @@ MAX_BEST = 64
 """How many tokens native code can return for a node."""
 MAX_FUSED = 16
 """How many of them without rows of logits, at temperature 0."""
-ISAS = ("portable", "avx2", "avx512-vnni", "amx")
+ISAS = (
+    "portable",
+    "avx2",
+    "avx-vnni",
+    "avx512-vnni",
+    "amx",
+    "neon-dotprod",
+    "neon-i8mm",
+)
+"""The builds of the kernels, numbered as in kernels.cpp. All of them give the same bits."""
 
 
 def library_path() -> Path | None:
@@ -184,11 +195,21 @@ def library() -> c.CDLL:
     if path is None:
         raise OSError("the native library was not built")
     lib = c.CDLL(str(path))
-    lib.outstride_best_isa.restype = c.c_int
+    lib.outstride_isas.restype = c.c_int
+    lib.outstride_isas.argtypes = [_P]
     lib.outstride_open.restype = _P
     lib.outstride_open.argtypes = [c.c_int] * 5
     lib.outstride_close.argtypes = [_P]
     lib.outstride_pack.argtypes = [_P, *[c.c_int] * 4, c.POINTER(HadamardStruct), _P, _P, _P, _P]
+    lib.outstride_pack.restype = None
+    lib.outstride_pack_int4.argtypes = [_P, *[c.c_int] * 4, _P, _P]
+    lib.outstride_pack_int4.restype = c.c_int
+    lib.outstride_repack_int4.argtypes = [_P, *[c.c_int] * 4, _P]
+    lib.outstride_repack_int4.restype = c.c_int
+    lib.outstride_dequantize.argtypes = [_P, *[c.c_int] * 3, _P]
+    lib.outstride_dequantize.restype = None
+    lib.outstride_checksum.argtypes = [_P, c.c_int64, c.c_uint64]
+    lib.outstride_checksum.restype = c.c_uint64
     lib.outstride_rows.argtypes = [c.POINTER(MatrixStruct), _P, c.c_int, c.c_int, c.c_int, _P, _P]
     lib.outstride_scratch.restype = c.c_int
     lib.outstride_scratch.argtypes = [c.c_int] * 3
@@ -212,3 +233,26 @@ def library() -> c.CDLL:
         function.argtypes = [_P, c.POINTER(structure)]
         function.restype = None
     return lib
+
+
+@cache
+def isas() -> tuple[int, ...]:
+    """The builds that this machine has, slowest first, as indices of ISAS."""
+    found = (_I * len(ISAS))()
+    count: int = library().outstride_isas(found)
+    return tuple(found[:count])
+
+
+def chosen_isa() -> int:
+    """The fastest build of this machine, or the one that the environment variable OUTSTRIDE_ISA names.
+
+    Raises `InvalidParams` if this machine has no build of that name.
+    """
+    wanted = os.environ.get("OUTSTRIDE_ISA")
+    if not wanted:
+        return isas()[-1]
+    here = {ISAS[isa]: isa for isa in isas()}
+    if wanted not in here:
+        why = "this machine has no such build" if wanted in ISAS else "there is no such build"
+        raise InvalidParams(f"OUTSTRIDE_ISA={wanted}: {why}; choose one of {', '.join(here)}")
+    return here[wanted]

@@ -60,7 +60,7 @@ class Runtime:
         count: int | None = None,
     ) -> None:
         self.lib = native.library()
-        self.isa: int = self.lib.outstride_best_isa() if isa is None else isa
+        self.isa = native.chosen_isa() if isa is None else isa
         self.threads = threads() if count is None else count
         self.shape = shape
         self.page_size = page_size
@@ -73,7 +73,6 @@ class Runtime:
         if not self.record:
             raise ValueError("head_dim is too large for the native kernels")
         self.weights = weights
-        weights.into_huge_pages()
         self.width, self.heads_width, self.mlp_width = widths(shape)
         self.cos, self.sin = self._rope_tables(min(shape.context, 1024))
         self.slots = slots

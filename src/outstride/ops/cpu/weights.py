@@ -1,10 +1,9 @@
-"""All weights of a model in the layout of the kernels, and the file that caches them between starts."""
+"""All weights of a model in the layout of the kernels, in huge pages."""
 
 from __future__ import annotations
 
 import mmap
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -16,17 +15,26 @@ import torch
 from outstride.core.graph import FloatArray
 from outstride.errors import CorruptModel
 from outstride.ops.cpu.int4 import GROUP, Int4Matrix
-from outstride.ops.cpu.int8 import Int8Matrix, alternating, rounded
+from outstride.ops.cpu.int8 import Int8Matrix, rounded
+from outstride.ops.cpu.weights_file import WeightsFile, write_arrays
+from outstride.ops.matrix_rows import (
+    DenseRows,
+    LayerRows,
+    MatrixRows,
+    ModelRows,
+    Progress,
+    alternating_rows,
+    pack_all,
+)
 from outstride.ops.weights import LayerWeights, ModelShape, ModelWeights
 
-FORMATS = {8: "outstride int8 3", 4: "outstride int4 2"}
+FORMATS = {8: "outstride int8 4", 4: "outstride int4 3"}
 """By the bits of a layer's weights; rises when the packing changes."""
 HUGE_PAGE = 2 << 20
 
 _MATRICES = ("qkv", "output", "gate_up", "down")
 _VECTORS = ("attention_norm", "query_norm", "key_norm", "mlp_norm")
 _PARTS = ("data", "scale", "zero", "bias")
-_GROUPED_PARTS = ("data", "bias")
 
 Matrix: TypeAlias = Int8Matrix | Int4Matrix
 
@@ -42,7 +50,7 @@ def widths(shape: ModelShape) -> tuple[int, int, int]:
 
 @dataclass(slots=True)
 class PackedLayerWeights:
-    """The weights of one layer."""
+    """The weights of one layer, or of a layer of a draft head."""
 
     attention_norm: FloatArray
     query_norm: FloatArray | None
@@ -96,117 +104,165 @@ class PackedModel:
     bits: int = 8
 
     @classmethod
-    def pack(cls, model: ModelWeights, bits: int = 8) -> PackedModel:
-        """Packs float32 weights; layers are converted and dropped one by one to save memory."""
-        shape, layers = model.shape, []
-        width = widths(shape)[0]
-        while model.layers:
-            layers.append(pack_layer(shape, model.layers.pop(0), bits))
-        table = model.embedding if model.head is None else model.head
-        vocabulary = Int8Matrix.of(table.numpy(), None, width)
-        embedding = vocabulary
-        if model.head is not None:
-            embedding = Int8Matrix.of(model.embedding.numpy(), None, width)
-        return cls(layers, vocabulary, embedding, padded(model.norm, width), bits)
+    def reserve(
+        cls, shape: ModelShape, bits: int, optional: Collection[str], *, tied: bool
+    ) -> PackedModel:
+        """A model to be filled, all matrices in one block of huge pages, in the order of a pass.
 
-    def into_huge_pages(self) -> None:
-        """Moves all matrices into huge pages."""
-        own = [self.embedding] * (self.embedding is not self.vocabulary)
-        into_huge_pages([*matrices_of(self.layers), self.vocabulary, *own])
+        optional: norms and biases that each layer has, as `LayerRows.optional` lists them.
+        """
+        kind, sizes = (Int8Matrix if bits == 8 else Int4Matrix), _sizes(shape, bits)
+        width = widths(shape)[0]
+        table = (shape.vocab_size, shape.hidden_size, width)
+        per_layer = sum(rounded(kind.size_of(n, depth), 64) for n, _, depth in sizes.values())
+        per_table = rounded(Int8Matrix.size_of(shape.vocab_size, width), 64)
+        memory, used = in_huge_pages(shape.layers * per_layer + (2 - tied) * per_table), 0
+
+        def placed(
+            kind: type[Int8Matrix | Int4Matrix], size: tuple[int, int, int], bias: bool
+        ) -> Matrix:
+            nonlocal used
+            at, count = used, kind.size_of(size[0], size[2])
+            used += rounded(count, 64)
+            return kind.empty(*size, bias=bias, memory=memory[at : at + count])
+
+        layers = []
+        for _ in range(shape.layers):
+            wide = {"attention_norm": width, "mlp_norm": width}
+            vectors = {
+                name: np.zeros(wide.get(name, shape.head_dim), dtype=np.float32)
+                if name in optional or name in wide
+                else None
+                for name in _VECTORS
+            }
+            matrices = {
+                name: placed(kind, sizes[name], f"{name}.bias" in optional) for name in _MATRICES
+            }
+            layers.append(PackedLayerWeights(**vectors, **matrices))  # type: ignore[arg-type]
+        vocabulary = placed(Int8Matrix, table, False)
+        embedding = vocabulary if tied else placed(Int8Matrix, table, False)
+        assert isinstance(vocabulary, Int8Matrix)
+        assert isinstance(embedding, Int8Matrix)
+        return cls(layers, vocabulary, embedding, np.zeros(width, dtype=np.float32), bits)
+
+    @classmethod
+    def pack(
+        cls,
+        shape: ModelShape,
+        rows: ModelRows,
+        bits: int = 8,
+        progress: Progress | None = None,
+    ) -> PackedModel:
+        """Packs the weights of a model, layer by layer, as they are read."""
+        model = cls.reserve(shape, bits, rows.optional, tied=rows.head is None)
+        for into, layer in zip(model.layers, rows.layers, strict=True):
+            _fill_layer(into, layer, progress)
+        tables: list[tuple[Matrix, MatrixRows]] = [(model.vocabulary, rows.head or rows.embedding)]
+        if rows.head is not None:
+            tables.append((model.embedding, rows.embedding))
+        pack_all(tables, progress)
+        model.norm[: len(rows.norm)] = rows.norm
+        return model
 
     # --- the file ---------------------------------------------------------------------------------
 
-    def write(self, path: Path, about: Mapping[str, str]) -> None:
-        """Writes the weights with a checksum of each array and a description of their source."""
-        from safetensors.numpy import save_file
-
-        arrays: dict[str, npt.NDArray[np.generic]] = {"norm": self.norm}
+    def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
+        """All arrays of the model by the names that they have in the file."""
+        found: dict[str, npt.NDArray[np.generic] | None] = {"norm": self.norm}
         for i, layer in enumerate(self.layers):
             for name in _VECTORS:
-                if (vector := getattr(layer, name)) is not None:
-                    arrays[f"{i}.{name}"] = vector
+                found[f"{i}.{name}"] = getattr(layer, name)
             for name in _MATRICES:
-                arrays |= _parts(f"{i}.{name}", getattr(layer, name))
-        arrays |= _parts("vocabulary", self.vocabulary)
+                found |= _parts(f"{i}.{name}", getattr(layer, name))
+        found |= _parts("vocabulary", self.vocabulary)
         if self.embedding is not self.vocabulary:
-            arrays |= _parts("embedding", self.embedding)
-        sums = {f"crc {name}": f"{zlib.crc32(a.data):08x}" for name, a in arrays.items()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".part")
-        save_file(arrays, str(unfinished), {**about, **sums, "format": FORMATS[self.bits]})
-        unfinished.replace(path)
+            found |= _parts("embedding", self.embedding)
+        return {name: array for name, array in found.items() if array is not None}
+
+    def write(self, path: Path, about: Mapping[str, str], rows: ModelRows | None = None) -> None:
+        """Writes the weights and a description of their source.
+
+        rows: the source itself. Matrices whose 4-bit codes it has are left out of the file, because
+        `read` takes them from the source again.
+        """
+        arrays = self.arrays()
+        for name in repacked_matrices(rows, self.bits):
+            del arrays[f"{name}.data"]
+        write_arrays(path, arrays, {**about, "format": FORMATS[self.bits]})
 
     @classmethod
     def read(
-        cls, path: Path, shape: ModelShape, about: Mapping[str, str], bits: int = 8
+        cls,
+        path: Path,
+        shape: ModelShape,
+        about: Mapping[str, str],
+        bits: int = 8,
+        rows: ModelRows | None = None,
     ) -> tuple[PackedModel, Mapping[str, str]]:
-        """Reads what `write` wrote; raises CorruptModel if it is damaged or of other weights."""
-        from safetensors import SafetensorError, safe_open
+        """Reads what `write` wrote; raises CorruptModel if it is damaged or of other weights.
 
-        try:
-            with safe_open(str(path), framework="np") as file:
-                known = file.metadata() or {}
-                expected = {**about, "format": FORMATS[bits]}
-                if any(known.get(key) != value for key, value in expected.items()):
-                    raise CorruptModel(f"{path} was made from other weights")
-                names = file.keys()
-                arrays = {name: file.get_tensor(name) for name in names}
-        except (SafetensorError, OSError) as error:
-            raise CorruptModel(f"{path} cannot be read: {error}") from error
-        for name, array in arrays.items():
-            if known.get(f"crc {name}") != f"{zlib.crc32(array.data):08x}":
-                raise CorruptModel(f"{path} is damaged: {name}")
-        try:
-            return cls._assemble(arrays, shape, bits), known
-        except (KeyError, ValueError) as error:
-            raise CorruptModel(f"{path} does not fit the model: {error}") from error
-
-    @classmethod
-    def _assemble(
-        cls, arrays: Mapping[str, npt.NDArray[np.generic]], shape: ModelShape, bits: int
-    ) -> PackedModel:
-        width, heads, middle = widths(shape)
-        rows = shape.heads * shape.head_dim
-        sizes = {
-            "qkv": (rows + 2 * shape.kv_heads * shape.head_dim, shape.hidden_size, width),
-            "output": (shape.hidden_size, rows, heads),
-            "gate_up": (2 * middle, shape.hidden_size, width),
-            "down": (shape.hidden_size, shape.intermediate_size, middle),
-        }
-        layers = []
-        for i in range(shape.layers):
-            vectors = {name: arrays.get(f"{i}.{name}") for name in _VECTORS}
-            join = _joined if bits == 8 else _joined_groups
-            matrices = {name: join(arrays, f"{i}.{name}", *sizes[name]) for name in _MATRICES}
-            layers.append(PackedLayerWeights(**vectors, **matrices))  # type: ignore[arg-type]
-        table = (shape.vocab_size, shape.hidden_size, width)
-        vocabulary = _joined(arrays, "vocabulary", *table)
-        embedding = vocabulary
-        if "embedding.data" in arrays:
-            embedding = _joined(arrays, "embedding", *table)
-        return cls(layers, vocabulary, embedding, arrays["norm"], bits)  # type: ignore[arg-type]
+        rows: the same as for `write`.
+        """
+        file = WeightsFile(path)
+        expected = {**about, "format": FORMATS[bits]}
+        if any(file.about.get(key) != value for key, value in expected.items()):
+            raise CorruptModel(f"{path} was made from other weights")
+        optional = {name[2:] for name in file.names if name.startswith("0.")}
+        model = cls.reserve(shape, bits, optional, tied="embedding.data" not in file.names)
+        arrays, repacked = model.arrays(), repacked_matrices(rows, bits)
+        for name in repacked:
+            del arrays[f"{name}.data"]
+        file.read_into(arrays)
+        pairs: list[tuple[Matrix, MatrixRows]] = [
+            (getattr(model.layers[int(name.split(".")[0])], name.split(".")[1]), source)
+            for name, source in repacked.items()
+        ]
+        pack_all(pairs)
+        return model, file.about
 
 
-def _parts(name: str, matrix: Matrix) -> dict[str, npt.NDArray[np.generic]]:
-    parts = _PARTS if isinstance(matrix, Int8Matrix) else _GROUPED_PARTS
-    found = {part: getattr(matrix, part) for part in parts}
-    return {f"{name}.{part}": array for part, array in found.items() if array is not None}
+def repacked_matrices(rows: ModelRows | None, bits: int) -> dict[str, MatrixRows]:
+    """The matrices of layers that are repacked from a file's 4-bit codes, by name ("3.qkv")."""
+    if rows is None or bits != 4:
+        return {}
+    return {
+        f"{i}.{name}": matrix
+        for i, layer in enumerate(rows.layers)
+        for name, matrix in layer.matrices.items()
+        if matrix.block_kind is not None
+    }
 
 
-def _joined(
-    arrays: Mapping[str, npt.NDArray[np.generic]], name: str, channels: int, k: int, depth: int
-) -> Int8Matrix:
-    parts = {part: arrays.get(f"{name}.{part}") for part in _PARTS}
-    tiles = rounded(channels, 32) // 16
-    return Int8Matrix(**parts, channels=channels, k=k, tiles=tiles, depth=depth)  # type: ignore[arg-type]
+def dense_model(model: ModelWeights) -> ModelRows:
+    """Float32 weights in memory; each layer is dropped once it is packed."""
+    layers, count = model.layers, len(model.layers)
+    optional = _dense_layer(layers[0]).optional if layers else set()
+    return ModelRows(
+        layers=(_dense_layer(layers.pop(0)) for _ in range(count)),
+        optional=optional,
+        embedding=DenseRows(model.embedding.numpy()),
+        norm=model.norm.numpy(),
+        head=None if model.head is None else DenseRows(model.head.numpy()),
+    )
 
 
-def _joined_groups(
-    arrays: Mapping[str, npt.NDArray[np.generic]], name: str, channels: int, k: int, depth: int
-) -> Int4Matrix:
-    parts = {part: arrays.get(f"{name}.{part}") for part in _GROUPED_PARTS}
-    tiles, depth = rounded(channels, 32) // 16, rounded(depth, GROUP)
-    return Int4Matrix(**parts, channels=channels, k=k, tiles=tiles, depth=depth)  # type: ignore[arg-type]
+def pack_layer(shape: ModelShape, layer: LayerWeights, bits: int) -> PackedLayerWeights:
+    """Packs a layer that is no part of a model, such as one of a draft head."""
+    rows, (width, heads, middle) = _dense_layer(layer), widths(shape)
+    kind, to = (Int8Matrix, 16) if bits == 8 else (Int4Matrix, GROUP)
+    depths = {"qkv": width, "output": heads, "gate_up": width, "down": middle}
+    packed = PackedLayerWeights(
+        attention_norm=np.zeros(width, dtype=np.float32),
+        query_norm=_zeros(layer.query_norm, shape.head_dim),
+        key_norm=_zeros(layer.key_norm, shape.head_dim),
+        mlp_norm=np.zeros(width, dtype=np.float32),
+        **{
+            name: kind.empty(*matrix.shape, rounded(depths[name], to), bias=name in rows.biases)
+            for name, matrix in rows.matrices.items()
+        },
+    )
+    _fill_layer(packed, rows, None)
+    return packed
 
 
 def padded(tensor: torch.Tensor, width: int) -> FloatArray:
@@ -215,32 +271,48 @@ def padded(tensor: torch.Tensor, width: int) -> FloatArray:
     return result
 
 
-def pack_layer(shape: ModelShape, layer: LayerWeights, bits: int) -> PackedLayerWeights:
+def _zeros(like: torch.Tensor | None, width: int) -> FloatArray | None:
+    return None if like is None else np.zeros(width, dtype=np.float32)
+
+
+def _sizes(shape: ModelShape, bits: int) -> dict[str, tuple[int, int, int]]:
+    """Channels, columns and padded columns of the matrices of a layer."""
     width, heads, middle = widths(shape)
+    rows, to = shape.heads * shape.head_dim, 16 if bits == 8 else GROUP
+    qkv = rows + 2 * shape.kv_heads * shape.head_dim
+    return {
+        "qkv": (qkv, shape.hidden_size, rounded(width, to)),
+        "output": (shape.hidden_size, rows, rounded(heads, to)),
+        "gate_up": (2 * middle, shape.hidden_size, rounded(width, to)),
+        "down": (shape.hidden_size, shape.intermediate_size, rounded(middle, to)),
+    }
 
-    def packed(weight: FloatArray, bias: FloatArray | None, depth: int) -> Matrix:
-        if bits == 8:
-            return Int8Matrix.of(weight, bias, depth)
-        return Int4Matrix.of(weight, bias, rounded(depth, GROUP))
 
-    def plain(weight: torch.Tensor, bias: torch.Tensor | None, depth: int) -> Matrix:
-        return packed(weight.numpy(), None if bias is None else bias.numpy(), depth)
+def _fill_layer(into: PackedLayerWeights, layer: LayerRows, progress: Progress | None) -> None:
+    for name, vector in layer.vectors.items():
+        getattr(into, name)[: len(vector)] = vector
+    for name, bias in layer.biases.items():
+        getattr(into, name).bias[: len(bias)] = bias
+    pairs = [(getattr(into, name), matrix) for name, matrix in layer.matrices.items()]
+    pack_all(pairs, progress)
 
-    def maybe(vector: torch.Tensor | None) -> FloatArray | None:
-        return None if vector is None else padded(vector, shape.head_dim)
 
-    gate_up_bias = layer.gate_up_bias
-    return PackedLayerWeights(
-        attention_norm=padded(layer.attention_norm, width),
-        query_norm=maybe(layer.query_norm),
-        key_norm=maybe(layer.key_norm),
-        mlp_norm=padded(layer.mlp_norm, width),
-        qkv=plain(layer.qkv, layer.qkv_bias, width),
-        output=plain(layer.output, layer.output_bias, heads),
-        gate_up=packed(
-            alternating(layer.gate_up.numpy()),
-            None if gate_up_bias is None else alternating(gate_up_bias.numpy()),
-            width,
-        ),
-        down=plain(layer.down, layer.down_bias, middle),
+def _dense_layer(layer: LayerWeights) -> LayerRows:
+    order = alternating_rows(len(layer.gate_up) // 2)
+    biases = {name: getattr(layer, f"{name}_bias") for name in _MATRICES}
+    found = {name: bias.numpy() for name, bias in biases.items() if bias is not None}
+    if "gate_up" in found:
+        found["gate_up"] = np.where(order < 0, np.float32(0), found["gate_up"][order])
+    vectors = {name: getattr(layer, name) for name in _VECTORS}
+    return LayerRows(
+        matrices={
+            name: DenseRows(getattr(layer, name).numpy(), order if name == "gate_up" else None)
+            for name in _MATRICES
+        },
+        vectors={name: vector.numpy() for name, vector in vectors.items() if vector is not None},
+        biases=found,
     )
+
+
+def _parts(name: str, matrix: Matrix) -> dict[str, npt.NDArray[np.generic] | None]:
+    return {f"{name}.{part}": getattr(matrix, part, None) for part in _PARTS}

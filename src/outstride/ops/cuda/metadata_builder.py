@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from outstride.core.graph import IntArray
+from outstride.core.graph import IntArray, TokenGraph
 from outstride.ops.contract import Span
 from outstride.ops.cuda.batch_metadata import (
     AttentionGeometry,
@@ -322,7 +322,7 @@ class MetadataBuilder:
             if fits(found, geometry.max_partials // tile) or not any(map(shares_keys, found)):
                 break
         return assemble(
-            np.maximum(np.concatenate([span.graph.tokens[span.first :] for span in live]), 0),
+            np.concatenate([_embedded(span.graph)[span.first :] for span in live]),
             np.concatenate([span.graph.positions[span.first :] for span in live]),
             np.concatenate([span.slots[span.first :] for span in live]),
             found,
@@ -334,6 +334,12 @@ class MetadataBuilder:
         )
 
 
+def _embedded(graph: TokenGraph) -> IntArray:
+    """The tokens whose embedding is read; a mixture reads some token, and is entered afterwards."""
+    tokens: IntArray = np.maximum(graph.tokens, 0)
+    return tokens
+
+
 def _filled(template: _SequenceTemplate, span: Span, own: Int32Array | None) -> BatchMetadata:
     """A template with the rows, pages, lists and positions of this pass."""
     made, graph, context = template.made, span.graph, len(span.table.positions)
@@ -342,8 +348,8 @@ def _filled(template: _SequenceTemplate, span: Span, own: Int32Array | None) -> 
     words[: made.pages_at] = made.words[: made.pages_at]
     words[made.pages_at :] = pages
     table = row_table(words, made.rows)
-    table[RowField.TOKEN, :count], table[RowField.POSITION, :count] = graph.tokens, graph.positions
-    table[RowField.SLOT, :count] = span.slots
+    table[RowField.TOKEN, :count] = _embedded(graph)
+    table[RowField.POSITION, :count], table[RowField.SLOT, :count] = graph.positions, span.slots
     filled = replace(made, words=words)
     filled.live_items()[:, ITEM_PLACES] += context - template.context
     if own is not None:
