@@ -34,7 +34,7 @@ from tests.models.drive import Hand, logits, random_decoder, tiny, tokens
 RANK, BLOCK = 3, 8
 OPS: dict[str, Callable[[ModelWeights], Ops]] = {"reference": Reference}
 if native.library_path() is not None:
-    for isa in range(native.library().outstride_best_isa() + 1):
+    for isa in native.isas():
         OPS[native.ISAS[isa]] = partial(Cpu.of, isa=isa, count=2)
     OPS["int4"] = partial(Cpu.of, bits=4)
 CONFIGS = {

@@ -13,9 +13,11 @@ from outstride.errors import InvalidParams, UnsupportedModel
 from outstride.models import choose_weights
 from outstride.models.choose_weights import (
     AUTO_WEIGHTS,
+    AVX2,
     DEVICES,
     FORMATS,
     GGUF,
+    GGUF_4BIT,
     GPU,
     KERNELS,
     SAFETENSORS,
@@ -43,12 +45,15 @@ class Gpu(Reference):
         return "the CUDA kernels cannot run this" if unusual_layers(shape) else None
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, kernels: bool) -> None:
-    """A machine with or without a GPU, and with or without native kernels."""
+def machine(
+    monkeypatch: pytest.MonkeyPatch, *, gpu: bool, kernels: bool, isa: str = "avx512-vnni"
+) -> None:
+    """A machine with or without a GPU, and with or without native kernels of some build."""
     problem = None if gpu else "torch sees no NVIDIA GPU"
     monkeypatch.setattr(choose_weights, "gpu_problem", lambda: problem)
     monkeypatch.setattr(choose_weights, "gpu_name", lambda: "NVIDIA Test")
     monkeypatch.setattr(choose_weights, "_has_kernels", lambda: kernels)
+    monkeypatch.setattr(native, "chosen_isa", lambda: native.ISAS.index(isa))
     real = backend_of
     monkeypatch.setattr(
         choose_weights, "backend_of", lambda p: Gpu if p.device == "cuda" else real(p)
@@ -56,13 +61,14 @@ def machine(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, kernels: bool) -> Non
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize("file_format", [GGUF, SAFETENSORS])
+@pytest.mark.parametrize("isa", [None, *native.ISAS])
+@pytest.mark.parametrize("file_format", [GGUF_4BIT, GGUF, SAFETENSORS])
 def test_auto_follows_the_table(
-    monkeypatch: pytest.MonkeyPatch, gpu: bool, kernels: bool, file_format: str
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, isa: str | None, file_format: str
 ) -> None:
-    machine(monkeypatch, gpu=gpu, kernels=kernels)
-    cpu = "cpu", KERNELS if kernels else TORCH, file_format
+    machine(monkeypatch, gpu=gpu, kernels=isa is not None, isa=isa or "portable")
+    processor = {None: TORCH, "avx2": AVX2}.get(isa, KERNELS)
+    cpu = "cpu", processor, file_format
     found = placements("auto", "auto", file_format)
     if gpu:
         assert found[0] == ("cuda", AUTO_WEIGHTS["cuda", GPU, file_format])

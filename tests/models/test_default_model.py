@@ -8,7 +8,7 @@ import torch
 
 from outstride.core.graph import NodeId, chain, tree
 from outstride.core.proposal import Wants
-from outstride.models.gguf_file import GgufFile, read_config, read_tensors
+from outstride.models.gguf_file import GgufFile, read_config, stored_model
 from outstride.models.load import Loaded, load, locate
 from tests.models.drive import Hand, logits
 
@@ -104,7 +104,7 @@ def test_logits_of_transformers(prompt: list[int], whole: np.ndarray) -> None:
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(theirs)
-    model.load_state_dict(read_tensors(file, config), strict=False, assign=True)
+    model.load_state_dict(stored_model(file, config).read(), strict=False, assign=True)
     model.tie_weights()
     model.model.rotary_emb = type(model.model.rotary_emb)(theirs)
     with torch.inference_mode():

@@ -20,7 +20,7 @@ from outstride import LLM, SamplingParams
 from outstride.core.contracts import CAUSAL, FULL, AttentionPattern, MaskedSpec
 from outstride.core.graph import FloatArray, TokenGraph, block, chain, empty
 from outstride.errors import CorruptModel, UnsupportedModel
-from outstride.models.checkpoint import read_config, read_tensors
+from outstride.models.checkpoint import read_config, stored_model
 from outstride.models.config import DecoderConfig
 from outstride.models.decoder import Decoder
 from outstride.models.load import load as load_in
@@ -180,7 +180,7 @@ def test_golden_logits_notice_faults(
     folders: dict[str, Path], family: str, fault: Callable[[DecoderConfig], DecoderConfig]
 ) -> None:
     config = read_config(folders[family])
-    tensors = read_tensors(folders[family], config)
+    tensors = stored_model(folders[family], config).read()
     model = Decoder.from_tensors(fault(config), tensors, pages=4)
     size = BLOCK if family in BLOCKS else LENGTH
     found = logits(Hand(model, [0, 1, 2]).run(blocks(text(family), 0, size)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outstride import LLM, SamplingParams
-from outstride.models.checkpoint import read_tensors
+from outstride.models.checkpoint import stored_model
 from outstride.models.config import DecoderConfig
 from outstride.models.shipped.lists import END, MASK, TASKS, cases
 from outstride.train import loop, parallel
@@ -85,7 +85,7 @@ def test_a_saved_model_scores_as_the_recipe_does(kind: str, tmp_path: Path) -> N
     config = DecoderConfig.from_hf(CONFIGS[kind])
     weights = {name: 4 * value for name, value in parallel.fresh(config, 1).items()}
     save(kind, weights, tmp_path, "test")
-    tensors = read_tensors(tmp_path, config)
+    tensors = stored_model(tmp_path, config).read()
     with LLM(tmp_path, weights="fp32") as llm:
         for case in (cases("sort", 1)[0], cases("sentence", 1)[0]):
             text = f"{case.prompt} {case.answer}"

@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from outstride.core.graph import FloatArray, IntArray
 from outstride.errors import CorruptModel, UnsupportedModel
 from outstride.models.checkpoint_names import HEAD, places, published
 from outstride.models.config import DecoderConfig
+from outstride.models.stored import StoredModel, StoredTensor
 from outstride.models.tokenizer import read_json
-from outstride.models.weights import allocate, check_shape
+from outstride.models.weights import check_shape
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -75,13 +79,30 @@ def weight_files(folder: Path) -> dict[Path, list[str] | None]:
     raise CorruptModel(f"{folder} has no {_SINGLE} and no {_INDEX}")
 
 
-def read_tensors(folder: Path, config: DecoderConfig) -> dict[str, torch.Tensor]:
-    """All tensors in float32 under Llama's names."""
+class CheckpointTensor(StoredTensor):
+    """A tensor of a safetensors file, or some of its rows; the file is mapped into memory."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name, self.shape, self._tensor = name, tuple(tensor.shape), tensor
+
+    def floats(self, rows: IntArray | slice) -> FloatArray:
+        part = self._tensor[rows if isinstance(rows, slice) else torch.from_numpy(rows)]
+        found: FloatArray = part.to(torch.float32, copy=True).numpy()
+        return found
+
+    def raw(self) -> npt.NDArray[np.uint8]:
+        raw: npt.NDArray[np.uint8] = self._tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        return raw.reshape(len(self._tensor), -1)
+
+
+def stored_model(folder: Path, config: DecoderConfig) -> StoredModel:
+    """All tensors under Llama's names; an error if one is missing, unknown or of another shape."""
     from safetensors import SafetensorError, safe_open
 
-    placed = places(config.shapes(), config.architecture)
+    shapes = config.shapes()
+    placed = places(shapes, config.architecture)
     unused = published(HEAD, config.architecture) if config.tied else None
-    tensors, filled = allocate(config), set()
+    tensors: dict[str, StoredTensor] = {}
     for path, listed in weight_files(folder).items():
         try:
             with safe_open(path, framework="pt") as file:
@@ -95,21 +116,22 @@ def read_tensors(folder: Path, config: DecoderConfig) -> dict[str, torch.Tensor]
                         raise CorruptModel(
                             f"the tensor {name!r} in {path} is not part of the model"
                         )
-                    parts = [tensors[part] for part in placed[name]]
-                    _fill(parts, file.get_tensor(name), name, path)
-                    filled.add(name)
+                    wanted = {part: shapes[part] for part in placed[name]}
+                    tensors |= _split(wanted, file.get_tensor(name), name, path)
         except (SafetensorError, OSError, ValueError) as error:
             raise CorruptModel(f"{path} is cut off or damaged: {error}") from error
-    if missing := sorted(set(placed) - filled):
+    if missing := sorted(name for name, parts in placed.items() if parts[0] not in tensors):
         raise CorruptModel(f"the tensor {missing[0]!r} is missing in {folder}")
-    return tensors
+    return StoredModel(config, tensors)
 
 
-def _fill(into: list[torch.Tensor], tensor: torch.Tensor, name: str, path: Path) -> None:
-    """Copies a tensor to its place, or its rows to several places in order."""
+def _split(
+    wanted: dict[str, tuple[int, ...]], tensor: torch.Tensor, name: str, path: Path
+) -> dict[str, StoredTensor]:
+    """A tensor, or its rows as several tensors in order, under the names that they have here."""
     if not tensor.is_floating_point():
         raise UnsupportedModel(f"the tensor {name!r} in {path} is not of a floating-point type")
-    sizes = [len(part) for part in into]
-    check_shape(name, tensor.shape, (sum(sizes), *into[0].shape[1:]))
-    for part, rows in zip(into, torch.split(tensor, sizes), strict=True):
-        part.copy_(rows)
+    sizes = [shape[0] for shape in wanted.values()]
+    check_shape(name, tensor.shape, (sum(sizes), *next(iter(wanted.values()))[1:]))
+    parts = torch.split(tensor, sizes)
+    return {ours: CheckpointTensor(ours, part) for ours, part in zip(wanted, parts, strict=True)}

@@ -22,19 +22,27 @@ WEIGHTS = ("auto", "fp32", "bf16", "int8", "int4")
 FORMATS = {"cuda": ("bf16",), "cpu": ("fp32", "int8", "int4")}
 """The weights that each device computes in. `auto` tries the devices in this order."""
 
-GPU, KERNELS, TORCH = "NVIDIA GPU", "native kernels", "no native kernels"
-GGUF, SAFETENSORS = "GGUF", "safetensors"
+GPU, AVX2, KERNELS, TORCH = "NVIDIA GPU", "AVX2", "other native kernels", "no native kernels"
+GGUF_4BIT, GGUF, SAFETENSORS = "GGUF, 4-bit", "GGUF", "safetensors"
 AUTO_WEIGHTS = {
+    ("cuda", GPU, GGUF_4BIT): "bf16",
     ("cuda", GPU, GGUF): "bf16",
     ("cuda", GPU, SAFETENSORS): "bf16",
+    ("cpu", AVX2, GGUF_4BIT): "int4",
+    ("cpu", AVX2, GGUF): "int8",
+    ("cpu", AVX2, SAFETENSORS): "int8",
+    ("cpu", KERNELS, GGUF_4BIT): "int8",
     ("cpu", KERNELS, GGUF): "int8",
     ("cpu", KERNELS, SAFETENSORS): "int8",
+    ("cpu", TORCH, GGUF_4BIT): "fp32",
     ("cpu", TORCH, GGUF): "fp32",
     ("cpu", TORCH, SAFETENSORS): "fp32",
 }
 """The weights that `auto` takes, by device, kind of processor and format of the model file.
 
-On a CPU, a model with layers that the native kernels do not run gets fp32 instead.
+AVX2 means the build of the kernels for processors without VNNI, or that build where OUTSTRIDE_ISA
+forces it. A GGUF file counts as 4-bit if int4 holds every matrix of its layers as it is (Q4_0 and
+Q4_1). On a CPU, a model with layers that the native kernels do not run gets fp32 instead.
 """
 BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0625, "int4": 0.625}
 """Bytes that a weight takes, scales included."""
@@ -64,8 +72,7 @@ def placements(
     if device == "cuda" or (device == "auto" and gpu_problem() is None):
         found.append(Placement("cuda", AUTO_WEIGHTS["cuda", GPU, file_format]))
     if device != "cuda":
-        kind = KERNELS if _has_kernels() else TORCH
-        found.append(Placement("cpu", AUTO_WEIGHTS["cpu", kind, file_format]))
+        found.append(Placement("cpu", AUTO_WEIGHTS["cpu", _processor(), file_format]))
         found.append(Placement("cpu", "fp32"))
     return list(dict.fromkeys(found))
 
@@ -154,6 +161,15 @@ def _has_kernels() -> bool:
     from outstride.ops.cpu import native
 
     return native.library_path() is not None
+
+
+def _processor() -> str:
+    """The kind of processor that passes run on, as AUTO_WEIGHTS names it."""
+    from outstride.ops.cpu import native
+
+    if not _has_kernels():
+        return TORCH
+    return AVX2 if native.ISAS[native.chosen_isa()] == "avx2" else KERNELS
 
 
 def gpu_name() -> str:

@@ -118,8 +118,8 @@ class Decoder:
         self._busy = Lock()
         """Held during a pass, and while a draft head or an adapter is attached."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="outstride-model")
-        build = f"{digest} {ops.device} {ops.weights} {ops.name} torch {torch.__version__}"
-        self.fingerprint = hashlib.sha256(build.encode()).hexdigest()[:16]
+        self.build = f"{ops.device} {ops.weights} {ops.name} torch {torch.__version__}"
+        self.fingerprint = hashlib.sha256(f"{digest} {self.build}".encode()).hexdigest()[:16]
 
     @classmethod
     def from_tensors(
@@ -132,18 +132,20 @@ class Decoder:
         features: tuple[int, ...] = (),
         make_ops: Callable[[ModelWeights], Ops] = Reference,
         masking: MaskedSpec | None = None,
+        digest: str | None = None,
     ) -> Decoder:
         """From tensors named as in a Llama checkpoint of Hugging Face.
 
         They are removed from the dictionary one by one, so that no second copy of the model exists.
         `features` names layers whose input hidden states are stored with the KV of each node, for
-        draft heads.
+        draft heads. digest: of the file that the tensors are from; None: it is computed from them.
         """
         weights.check(config, tensors)
         weights.check_finite(tensors)
         if any(not 0 <= layer <= config.layers for layer in features):
             raise ValueError(f"features must name layers from 0 to {config.layers}: {features}")
-        digest = weights.digest_of(config, tensors)
+        if digest is None:
+            digest = weights.digest_of(config, tensors)
         model = ModelWeights(
             shape=config,
             embedding=weights.joined([tensors.pop("model.embed_tokens.weight")]),

@@ -1,36 +1,37 @@
 """GGUF files: metadata, shapes and tensors, with an error for everything that is wrong in a file.
 
 The header is parsed here, because the reader of the `gguf` package makes objects of each of 50,000
-vocabulary entries, which takes seconds. That package dequantizes the blocks.
+vocabulary entries, which takes seconds.
 """
 
 from __future__ import annotations
 
 import math
-import os
+import mmap
 import struct
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from outstride.core.graph import FloatArray, IntArray
 from outstride.errors import CorruptModel, UnsupportedModel
 from outstride.models.config import DecoderConfig, RopeConfig, unsupported
 from outstride.models.families import FAMILIES
-from outstride.models.weights import allocate, check_shape
+from outstride.models.stored import StoredModel, StoredTensor
+from outstride.models.weights import check_shape
+from outstride.ops.cpu import native
+from outstride.ops.matrix_rows import BLOCK_KINDS, DEQUANTIZED_KINDS
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
-_CHUNK = 1 << 18
-"""About how many weights are dequantized at once."""
-
 _NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -95,7 +96,21 @@ class _Cursor:
             )
             self.at += found.nbytes
             return found.tolist()
-        return [self.value(inner) for _ in range(count)]
+        return (
+            self._strings(count) if inner == _STRING else [self.value(inner) for _ in range(count)]
+        )
+
+    def _strings(self, count: int) -> list[str]:
+        """Strings in a row: vocabularies have hundred thousands of them."""
+        data, at, end, found = self.data, self.at, len(self.data), []
+        for _ in range(count):
+            start = at + 8
+            at = start + int.from_bytes(data[at:start], "little")
+            if at > end:
+                raise struct.error("a string reaches beyond the file")
+            found.append(str(data[start:at], "utf-8", "replace"))
+        self.at = at
+        return found
 
 
 class GgufFile:
@@ -103,10 +118,11 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._size = path.stat().st_size
-        if self._size < 24:
+        if path.stat().st_size < 24:
             raise CorruptModel(f"{path} is cut off: it is too short to be a GGUF file")
-        cursor = _Cursor(np.memmap(path, dtype=np.uint8, mode="r").data)
+        with path.open("rb") as file:
+            self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        cursor = _Cursor(memoryview(self._mapped))
         if bytes(cursor.data[:4]) != _MAGIC:
             raise CorruptModel(f"{path} is not a GGUF file")
         cursor.at = 4
@@ -147,10 +163,9 @@ class GgufFile:
             raise CorruptModel(f"{self.path} lacks the key {self.architecture}.{key}")
         return value
 
-    def dequantize(self, name: str, result: torch.Tensor) -> None:
-        """Fills a tensor in float32, some rows at a time."""
+    def tensor(self, name: str, stored_as: str = "", order: IntArray | None = None) -> GgufTensor:
+        """A tensor of the file. stored_as: its checkpoint name. order: of its rows, if another."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-        from gguf.quants import dequantize as dequantize_rows
 
         info = self.tensors[name]
         try:
@@ -164,25 +179,70 @@ class GgufFile:
         if info.shape[-1] % per_block:
             raise CorruptModel(f"{name} in {self.path} has rows that are not whole blocks")
         start, size = self._start + info.offset, count // per_block * block_bytes
-        if start + size > self._size:
+        if start + size > len(self._mapped):
             raise CorruptModel(f"{self.path} is cut off: {name} reaches beyond its end")
-        raw = np.fromfile(self.path, dtype=np.uint8, count=size, offset=start)
-        raw = raw.reshape(-1, info.shape[-1] // per_block * block_bytes)
-        rows = result.view(-1, info.shape[-1]).numpy()
-        step = max(1, _CHUNK // info.shape[-1])
-        for low in range(0, len(raw), step):
-            part = raw[low : low + step]
-            try:
-                if kind == GGMLQuantizationType.F32:
-                    rows[low : low + step] = np.ascontiguousarray(part).view("<f4")
-                elif kind == GGMLQuantizationType.F16:
-                    rows[low : low + step] = np.ascontiguousarray(part).view("<f2")
-                else:
-                    rows[low : low + step] = dequantize_rows(part, kind)
-            except NotImplementedError as error:
-                raise UnsupportedModel(
-                    f"{name} in {self.path} is quantized as {kind.name}, which is not supported"
-                ) from error
+        raw = np.frombuffer(self._mapped, dtype=np.uint8, count=size, offset=start)
+        rows = info.shape[0]
+        return GgufTensor(
+            stored_as or name,
+            info.shape,
+            kind,
+            raw.reshape(rows, -1),
+            order,
+            f"{name} in {self.path}",
+        )
+
+
+class GgufTensor(StoredTensor):
+    """A tensor of a GGUF file, dequantized by native code or, for rare types, the `gguf` package."""
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        kind: Any,
+        raw: npt.NDArray[np.uint8],
+        order: IntArray | None,
+        place: str,
+    ) -> None:
+        self.name, self.shape, self._place = name, shape, place
+        self._kind, self._raw, self._order = kind, raw, order
+        self.block_kind = kind.name if kind.name in BLOCK_KINDS else None
+        rows = np.arange(len(raw)) if order is None else order
+        self._addresses = np.asarray(raw.ctypes.data + rows * raw.shape[1], dtype=np.uint64)
+
+    def floats(self, rows: IntArray | slice) -> FloatArray:
+        if self._kind.name in DEQUANTIZED_KINDS and native.library_path() is not None:
+            addresses = np.ascontiguousarray(self._addresses[rows])
+            result = np.empty((len(addresses), self.shape[-1]), dtype=np.float32)
+            native.library().outstride_dequantize(
+                addresses.ctypes.data,
+                DEQUANTIZED_KINDS.index(self._kind.name),
+                *result.shape,
+                result.ctypes.data,
+            )
+            return result.reshape(-1, *self.shape[1:])
+        from gguf.quants import dequantize
+
+        part = self._raw[rows if self._order is None else self._order[rows]]
+        try:
+            if self._kind.name == "F32":
+                found = np.array(part.view("<f4"))
+            elif self._kind.name == "F16":
+                found = part.view("<f2").astype(np.float32)
+            else:
+                found = dequantize(part, self._kind)
+        except NotImplementedError as error:
+            raise UnsupportedModel(
+                f"{self._place} is quantized as {self._kind.name}, which is not supported"
+            ) from error
+        return found.reshape(-1, *self.shape[1:])
+
+    def raw(self) -> npt.NDArray[np.uint8]:
+        return self._raw
+
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        return self._addresses
 
 
 def read_config(file: GgufFile) -> DecoderConfig:
@@ -228,9 +288,7 @@ def _rope(file: GgufFile) -> RopeConfig:
     theta = float(file.get("rope.freq_base", 10000.0))
     factors = None
     if _FACTORS in file.tensors:
-        stored = torch.empty(file.tensors[_FACTORS].shape)
-        file.dequantize(_FACTORS, stored)
-        factors = tuple(float(x) for x in stored.tolist())
+        factors = tuple(float(x) for x in file.tensor(_FACTORS).floats(slice(None)))
     kind = str(file.get("rope.scaling.type") or "none")
     factor = float(file.get("rope.scaling.factor") or 1.0)
     if kind == "none" or factors is not None:
@@ -272,30 +330,22 @@ def _restore_rows(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     return tensor.view(heads, half, 2, *shape[1:]).transpose(1, 2).reshape(shape)
 
 
-def read_tensors(file: GgufFile, config: DecoderConfig) -> dict[str, torch.Tensor]:
-    """All tensors in float32 under their checkpoint names."""
+def stored_model(file: GgufFile, config: DecoderConfig) -> StoredModel:
+    """All tensors of a file under their checkpoint names; an error if one is missing or unknown."""
     names = {name: _checkpoint_name(name) for name in file.tensors if name != _FACTORS}
     shapes: Mapping[str, tuple[int, ...]] = config.shapes()
     found = set(names.values())
     if missing := sorted(set(shapes) - found):
         raise CorruptModel(f"the tensor {missing[0]!r} is missing in {file.path}")
+    tensors: dict[str, StoredTensor] = {}
     for name, ours in names.items():
         if ours not in shapes:
             raise CorruptModel(f"the tensor {name!r} in {file.path} is not part of the model")
-
         check_shape(name, file.tensors[name].shape, shapes[ours])
-    tensors = allocate(config)
-
-    def fill(name: str, ours: str) -> None:
-        tensor = tensors[ours]
-        file.dequantize(name, tensor)
-        if FAMILIES[config.architecture].gguf_permuted:
-            if ".q_proj." in ours:
-                tensor.copy_(_restore_rows(tensor, config.heads))
-            elif ".k_proj." in ours:
-                tensor.copy_(_restore_rows(tensor, config.kv_heads))
-
-    with ThreadPoolExecutor(os.cpu_count() or 1) as workers:
-        for _ in workers.map(fill, names.keys(), names.values()):
-            pass
-    return tensors
+        heads = {".q_proj.": config.heads, ".k_proj.": config.kv_heads}
+        permuted = [n for part, n in heads.items() if part in ours]
+        order = None
+        if permuted and FAMILIES[config.architecture].gguf_permuted:
+            order = _restore_rows(torch.arange(shapes[ours][0]), permuted[0]).numpy()
+        tensors[ours] = file.tensor(name, ours, order)
+    return StoredModel(config, tensors)

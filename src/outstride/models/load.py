@@ -15,6 +15,7 @@ from outstride.errors import ModelNotFound, UnsupportedModel
 from outstride.models.choose_weights import (
     BYTES,
     GGUF,
+    GGUF_4BIT,
     SAFETENSORS,
     Placement,
     backend_of,
@@ -25,16 +26,15 @@ from outstride.models.fetch import ALIASES, fetch, shipped
 from outstride.models.hub import is_hub_id, snapshot
 
 if TYPE_CHECKING:
-    import torch
-
     from outstride.core.contracts import MaskedSpec
     from outstride.models.config import DecoderConfig
     from outstride.models.decoder import Decoder
+    from outstride.models.stored import StoredModel
     from outstride.models.tokenizer import Tokenizer
     from outstride.ops.contract import Ops
     from outstride.ops.weights import ModelWeights
 
-    ReadTensors: TypeAlias = Callable[[], dict[str, torch.Tensor]]
+    OpenModel: TypeAlias = Callable[[], StoredModel]
 
 PAGE_SIZE = 16
 _CACHED_TOKENS = 16_384
@@ -83,21 +83,32 @@ def load(
 
     placements(device, weights)  # options that cannot be are refused before anything is downloaded
     path = locate(name)
-    config, read_tensors, tokenizer = opened(path)
-    file_format = SAFETENSORS if path.is_dir() else GGUF
-    chosen = place(config, placements(device, weights, file_format))
+    config, open_model, tokenizer = opened(path)
+    chosen = place(config, placements(device, weights, file_format_of(path, open_model)))
     masking = masked_spec_of(config.diffusion, tokenizer, config.vocab_size)
     if pages is None:
         pages = default_pages(config, chosen, features)
-    model = _decoder(path, config, read_tensors, chosen, pages, features, masking)
+    model = _decoder(path, config, open_model, chosen, pages, features, masking)
     context = min(config.context, pages * PAGE_SIZE)
     return Loaded(model, tokenizer, name, context, path, model.ops.device, model.ops.weights)
+
+
+def file_format_of(path: Path, open_model: OpenModel) -> str:
+    """The format of a model file, as AUTO_WEIGHTS names it."""
+    if path.is_dir():
+        return SAFETENSORS
+    kinds = {
+        tensor.block_kind
+        for name, tensor in open_model().tensors.items()
+        if ".layers." in name and len(tensor.shape) == 2
+    }
+    return GGUF_4BIT if kinds <= {"Q4_0", "Q4_1"} else GGUF
 
 
 def _decoder(
     path: Path,
     config: DecoderConfig,
-    read_tensors: ReadTensors,
+    open_model: OpenModel,
     chosen: Placement,
     pages: int,
     features: tuple[int, ...],
@@ -114,21 +125,23 @@ def _decoder(
         return load_native(
             path,
             config,
-            read_tensors,
+            open_model,
             pages=pages,
             page_size=PAGE_SIZE,
             features=features,
             masking=masking,
             bits=int(chosen.weights.removeprefix("int")),
         )
+    stored = open_model()
     return Decoder.from_tensors(
         config,
-        read_tensors(),
+        stored.read(),
         pages=pages,
         page_size=PAGE_SIZE,
         features=features,
         make_ops=rounded_reference if chosen.weights == "int4" else make_ops,
         masking=masking,
+        digest=stored.digest(),
     )
 
 
@@ -211,26 +224,26 @@ def weight_count(config: DecoderConfig) -> int:
     return sum(math.prod(shape) for shape in config.shapes().values())
 
 
-def opened(path: Path) -> tuple[DecoderConfig, ReadTensors, Tokenizer]:
-    """The config, a function that reads the weights, and the tokenizer of what `locate` found."""
+def opened(path: Path) -> tuple[DecoderConfig, OpenModel, Tokenizer]:
+    """The config, a function that opens the weights, and the tokenizer of what `locate` found."""
     return _from_folder(path) if path.is_dir() else _from_gguf(path)
 
 
-def _from_gguf(path: Path) -> tuple[DecoderConfig, ReadTensors, Tokenizer]:
-    from outstride.models.gguf_file import GgufFile, read_config, read_tensors
+def _from_gguf(path: Path) -> tuple[DecoderConfig, OpenModel, Tokenizer]:
+    from outstride.models.gguf_file import GgufFile, read_config, stored_model
     from outstride.models.tokenizer import Tokenizer
 
     file = GgufFile(path)
     config = read_config(file)
     tokenizer = Tokenizer.from_gguf(file.metadata)
     file.metadata.clear()
-    return config, partial(read_tensors, file, config), tokenizer
+    return config, partial(stored_model, file, config), tokenizer
 
 
-def _from_folder(path: Path) -> tuple[DecoderConfig, ReadTensors, Tokenizer]:
-    from outstride.models.checkpoint import read_config, read_tensors
+def _from_folder(path: Path) -> tuple[DecoderConfig, OpenModel, Tokenizer]:
+    from outstride.models.checkpoint import read_config, stored_model
     from outstride.models.tokenizer import Tokenizer
 
     config = read_config(path)
     tokenizer = Tokenizer.from_folder(path)
-    return config, partial(read_tensors, path, config), tokenizer
+    return config, partial(stored_model, path, config), tokenizer

@@ -45,14 +45,20 @@ from outstride.errors import IntegrityError
 
 Hashes = npt.NDArray[np.uint64]
 LAYERS = 2
+_MULTIPLIERS = tuple(map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)))
+_SHIFTS = tuple(map(np.uint64, (30, 27, 31)))
 
 
 def _mix(x: Hashes, salt: int) -> Hashes:
     """A 64-bit hash (the finaliser of splitmix64)."""
-    z = (x + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    z: Hashes = x + np.uint64(salt)
+    z *= _MULTIPLIERS[0]
+    z ^= z >> _SHIFTS[0]
+    z *= _MULTIPLIERS[1]
+    z ^= z >> _SHIFTS[1]
+    z *= _MULTIPLIERS[2]
+    z ^= z >> _SHIFTS[2]
+    return z
 
 
 def _together(visible: npt.NDArray[np.bool_], values: Hashes) -> Hashes:
@@ -144,8 +150,11 @@ class Toy:
         self.attention_pattern = attention_pattern
         self.masked_spec = masking
         self.fingerprint = f"toy-{accent}"
+        self.build = "toy"
         self._accent = accent
         self._habit = habit
+        ids = np.arange(vocab_size, dtype=np.uint64)
+        self._habit_ids, self._mood_ids = _mix(ids, 17), _mix(ids, 19 + 2 * accent)
         self._inputs = np.zeros(pages * page_size, dtype=np.uint64)
         self._saw = np.zeros(pages * page_size, dtype=np.uint64)
         self._draft_kv = np.zeros(pages * page_size, dtype=np.uint64)
@@ -173,14 +182,12 @@ class Toy:
     def _visible(self, item: PassInput) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """[slots] of context and graph, and which of them each new node sees, [nodes, slots]."""
         table, graph = item.table, item.proposal.graph
-        stale_from = len(table) - table.stale
-        covered = set(graph.positions.tolist())
-        context = [
-            table.pages[i // self.page_size] * self.page_size + i % self.page_size
-            for i in range(len(table))
-            if i < stale_from or table.positions[i] not in covered
-        ]
-        slots = np.concatenate([np.asarray(context, dtype=np.int64), item.slots])
+        context = self._slots(table, len(table))
+        if table.stale:
+            covered, stale_from = set(graph.positions.tolist()), len(table) - table.stale
+            replaced = [i >= stale_from and p in covered for i, p in enumerate(table.positions)]
+            context = context[~np.asarray(replaced, dtype=np.bool_)]
+        slots = np.concatenate([context, item.slots])
         sees = np.ones((len(graph), len(slots)), dtype=np.bool_)
         sees[:, len(context) :] = graph.sees
         return slots, sees[item.first :]
@@ -220,15 +227,14 @@ class Toy:
 
     def logits(self, tokens: IntArray, hidden: Hashes) -> FloatArray:
         """Logits [nodes, vocab_size] of nodes with these input tokens and final hidden states."""
-        vocabulary = np.arange(self.vocab_size, dtype=np.uint64)
 
-        def spread(values: Hashes, salt: int) -> FloatArray:
-            grid = _mix(values[:, None] ^ _mix(vocabulary, salt)[None, :], salt + 1)
+        def spread(values: Hashes, ids: Hashes, salt: int) -> FloatArray:
+            grid = _mix(values[:, None] ^ ids, salt)
             return (grid >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
-        habit = spread(_mix(tokens.astype(np.uint64), 13), 17) * np.float32(self._habit)
-        mood = spread(hidden, 19 + 2 * self._accent) * np.float32(4.0 - self._habit / 2)
-        return habit + mood
+        habit = spread(_mix(tokens.astype(np.uint64), 13), self._habit_ids, 18)
+        mood = spread(hidden, self._mood_ids, 20 + 2 * self._accent)
+        return habit * np.float32(self._habit) + mood * np.float32(4.0 - self._habit / 2)
 
     def _score_block(self, proposal: Proposal, own: IntArray) -> Scores:
         """A block drafter: the half of the logits that depends on the last token alone.
@@ -303,6 +309,11 @@ class Toy:
     def _slot(self, table: BlockTable, index: int) -> int:
         return table.pages[index // self.page_size] * self.page_size + index % self.page_size
 
+    def _slots(self, table: BlockTable, count: int) -> IntArray:
+        """The slots of the first `count` cached tokens, [count]."""
+        pages = np.asarray(table.pages[: -(-count // self.page_size)], dtype=np.int64)
+        return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)[:count]
+
     def check(
         self, table: BlockTable, tokens: Sequence[int] | Mapping[int, int], block: int | None = None
     ) -> None:
@@ -314,22 +325,30 @@ class Toy:
         kept = table.positions[: len(table) - table.stale]
         if not kept:
             return
-        slots = np.asarray([self._slot(table, i) for i in range(len(kept))])
-        positions = np.asarray(kept)
+        slots, positions = self._slots(table, len(kept)), np.asarray(kept)
         graph_inputs = _mix(np.asarray([tokens[p] for p in kept]).astype(np.uint64), 1)
         inputs = _mix(graph_inputs ^ _mix(positions.astype(np.uint64), 2), 5)
-        order = np.arange(len(kept))
-        sees = order[None, :] <= order[:, None]
-        if block is not None:
+        if block is None:
+            seen = np.cumsum(_mix(inputs, 3), dtype=np.uint64)
+        else:
             blocks = positions // block
-            sees = blocks[None, :] <= blocks[:, None]
-        saw = _mix(inputs + _together(sees, inputs), 7)
-        for i, position in enumerate(kept):
-            if self._inputs[slots[i]] != inputs[i]:
-                raise IntegrityError(f"the KV of position {position} holds another input")
-            if self._saw[slots[i]] != saw[i]:
-                raise IntegrityError(f"the KV of position {position} saw something else")
-            if self._draft_kv[slots[i]] != _mix(saw[i : i + 1], 23)[0]:
-                raise IntegrityError(
-                    f"the draft KV of position {position} was left by a draft head"
-                )
+            seen = _together(blocks[None, :] <= blocks[:, None], inputs)
+        saw = _mix(inputs + seen, 7)
+        wrong = np.stack(
+            [
+                self._inputs[slots] != inputs,
+                self._saw[slots] != saw,
+                self._draft_kv[slots] != _mix(saw, 23),
+            ],
+            axis=1,
+        )
+        if not wrong.any():
+            return
+        first, kind = divmod(int(np.argmax(wrong)), wrong.shape[1])
+        raise IntegrityError(
+            (
+                f"the KV of position {kept[first]} holds another input",
+                f"the KV of position {kept[first]} saw something else",
+                f"the draft KV of position {kept[first]} was left by a draft head",
+            )[kind]
+        )

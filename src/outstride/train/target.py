@@ -57,8 +57,8 @@ class Target:
     @classmethod
     def load(cls, name: str, device: str = "cpu") -> Target:
         """From an alias, a GGUF file, a checkpoint folder or a hub id."""
-        config, read_tensors, tokenizer = opened(locate(name))
-        return cls(config, read_tensors(), device, tokenizer, name, tokenizer.digest)
+        config, open_model, tokenizer = opened(locate(name))
+        return cls(config, open_model().read(), device, tokenizer, name, tokenizer.digest)
 
     @property
     def on_gpu(self) -> bool:
