@@ -328,6 +328,8 @@ class Model(Protocol):
     page_size: int
     pages: int
     fingerprint: str
+    build: str
+    """Names device, weights format and instruction set, in words."""
     draft_heads: dict[str, DraftHead]
     """Attached draft heads by name."""
     filters: dict[str, TrainedFilter]

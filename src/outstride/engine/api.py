@@ -22,6 +22,7 @@ from outstride.engine.sequences import SequenceManager
 from outstride.errors import OutstrideError
 from outstride.policy.cost_model import CostModel
 from outstride.policy.policy import DraftPolicy
+from outstride.policy.profiling import measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,26 +111,30 @@ class EngineAPI:
 
     @property
     def cost(self) -> CostModel | None:
-        """The cost of passes by number of nodes; None until it is measured or set."""
+        """The cost of passes by number of nodes; None until a method needs it."""
         return self.policy.cost_model
 
     @cost.setter
     def cost(self, cost: CostModel | None) -> None:
         self.policy.cost_model = cost
 
-    def profile(self, *, prefill: bool = False) -> CostModel | None:
-        """The cost of the target's passes, stored or measured; None if there are no free pages for it.
+    def profile(self) -> CostModel | None:
+        """Measures the target's passes, which takes seconds; None if there are no free pages for it.
 
-        prefill: measures prefill chunks late in long prompts, too. The engine must be idle.
+        The engine must be idle. Its own cost model stays as it is.
         """
-        self.policy.profile(
-            self.model(), self.pool(), self.scheduler.limits.nodes, long_prefill=prefill
-        )
-        return self.policy.cost_model
+        return measure(self.model(), self.pool(), self.scheduler.limits.nodes)
 
-    def warm_up(self, method: Method) -> None:
-        """Measures the cost of passes, if the method needs it and it is not known yet."""
-        self.sequences.prepare(method)
+    def warm_up(self, method: Method | None = None) -> None:
+        """Begins to learn the cost of passes, if the method needs it and it is not known yet.
+
+        Without a method it does so in any case, and with the cost of long prompts: for servers.
+        """
+        if method is not None:
+            self.sequences.prepare(method)
+            return
+        nodes = self.scheduler.limits.nodes
+        self.policy.begin(self.model(), self.pool(), nodes, long_prefill=True)
 
     # --- state ------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class SequenceManager:
     # --- start ------------------------------------------------------------------------------------
 
     def prepare(self, method: Method) -> None:
-        """Measures the cost of passes, if this method needs it and it is not known yet."""
+        """Begins to learn the cost of passes, if this method needs it."""
         target, pool = self._runner.models[TARGET], self._runner.pools[TARGET]
         scheduler = self._scheduler
         scheduler.policy.prepare(method, target, pool, scheduler.limits.nodes)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
 
 from outstride import registry
 from outstride.core.contracts import Grammar, Method
@@ -102,6 +105,9 @@ class LLMBase:
             token_to_bytes=self._token_to_bytes,
             policy=DraftPolicy(folder=cache_dir() / "cost-curves"),
         )
+        if self.device == "cpu":
+            # Maps the first KV pages of each layer. Otherwise the first pass would wait for it.
+            self.model.move(*np.zeros((2, 1), dtype=np.int64))
         self.engine_thread = EngineThread(self.engine)
         """The one thread that steps the engine. It starts with the first request."""
         self._attachments = Attachments(
@@ -143,12 +149,14 @@ class LLMBase:
             return self._methods[spec]
 
     def prepare(self, spec: str | Method | None = None) -> None:
-        """Loads what a method needs and measures the cost of passes; otherwise its first request does.
+        """Loads what a method needs; otherwise its first request does, and waits for it.
 
         Requests that run meanwhile wait between two passes.
         """
         method = self.method(spec)
         self.engine_thread.call(lambda: self.engine.warm_up(method))
+        with suppress(InvalidPrompt):  # there is no chat template
+            self.encode("?", chat=True)  # the first chat compiles it
 
     def build(self, spec: str) -> Method:
         """A new method by its spec. `auto` is the default method on models that only fill in masks."""

@@ -16,7 +16,7 @@ class Auto(Mix):
     """Drafts as much as pays at this moment: from nothing at all to a tree from several drafters.
 
     At every step it weighs the expected tokens of each further node, by tracked acceptance rates,
-    against the marginal cost of that node, by a cost curve that is measured once and corrected on line.
+    against the marginal cost of that node, by a cost curve that is learned from the passes themselves.
     Under load it shrinks to plain decoding by itself, and comes back. A draft head, the one that is
     shipped for the model or that `from` names, is used where that pays. With a head, `parts` is
     `suffix` alone, which knows what the head does not: what stands in the text.

@@ -112,18 +112,27 @@ class AutoConfig:
     the tree is cut by marginal cost once it is known."""
 
     # --- the cost model -----------------------------------------------------------------------------
-    half_tile_rows: int = 8
-    """Rows of half a kernel tile: the next row costs more than the rows before it."""
     tile_rows: int = 16
     """Rows of a kernel tile."""
     min_tile_share: float = 0.75
     """A prefill chunk that is cut at the end of a tile keeps at least this share of itself."""
-    curve_rate: float = 0.2
-    """How fast a knot of the cost curve follows a step of its size."""
     curve_reach: float = 0.6
-    """By which factor that falls for a step of half or twice the size."""
+    """By which factor passes of half or twice the size count less for a knot of the cost curve."""
+    borrowed_weight: float = 1.0
+    """What passes of other sizes count for a knot, against the square of the number of its own."""
+    curve_memory: float = 0.99
+    """What is left of the weight of earlier passes after a pass of another size."""
+    stored_weight: int = 3
+    """How many passes of each size a stored curve counts as."""
+    first_save: int = 16
+    """The curve is stored after this many passes, and again each time that their number has doubled."""
+    save_interval: int = 4096
+    """It is stored again after at most this many passes."""
+    context_rate: float = 0.2
+    """How fast the usual number of cached tokens follows the last pass."""
     max_correction: float = 2.0
-    """A single step counts as at most this many times faster or slower than expected."""
+    """For the prefill cost, a single step counts as at most this many times faster or slower than
+    expected."""
     extra_sequence_share: float = 0.35
     """What each further sequence adds to the cost of drafting, as a share of the first one's."""
     draft_cost_recovery: int = 8
@@ -132,8 +141,10 @@ class AutoConfig:
     """Usual costs are medians over this many steps."""
     short_window: int = 15
     """Recent costs are medians over this many steps."""
+    min_timed_drafts: int = 3
+    """The cost of a kind of drafts is an assumption until this many of them were timed."""
     lookup_cost_prior: float = 0.05
-    """Assumed cost of a lookup before one was timed, in plain passes."""
+    """Assumed cost of a lookup, in plain passes."""
     head_cost_prior: float = 0.3
     """Assumed cost of a draft head."""
     overlapped_head_cost_prior: float = 0.31
@@ -147,7 +158,7 @@ class AutoConfig:
     plain_step_sampling: int = 4
     """Of plain steps of a single sequence, one in this many updates the cost model."""
 
-    # --- profiling at the start ---------------------------------------------------------------------
+    # --- measuring passes, where no prior is known --------------------------------------------------
     profiling_context: int = 128
     """The cost curve is measured after this many cached tokens."""
     profiling_rounds: int = 5

@@ -1,4 +1,4 @@
-"""Seconds of a step by the number of nodes in its pass: measured at the start, corrected on line.
+"""What a step costs: its pass by the number of nodes, drafts, and prefill chunks. All of it is learned.
 
 The nodes of prefill chunks are counted apart. Each of them attends to everything that is cached before
 it, so a chunk of the same size costs more the further a prompt has been processed.
@@ -10,12 +10,11 @@ import enum
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from operator import le
 from statistics import median
 from typing import TypeAlias
 
 from outstride.policy.config import DEFAULT_CONFIG, AutoConfig
+from outstride.policy.learned_curve import LearnedCurve
 
 Parts: TypeAlias = Sequence[tuple[int, int]]
 """Parts of a pass, one of each sequence: how many nodes, after how many cached tokens."""
@@ -53,6 +52,14 @@ class PrefillCost:
     def undisturbed(self) -> PrefillCost:
         """The cost while nothing else holds up the machine."""
         return PrefillCost(*self._undisturbed, flat=self.flat, config=self._config)
+
+    def scale(self, factor: float) -> None:
+        """Makes all chunks cost `factor` times as much."""
+        self.per_node *= factor
+        self.per_pair *= factor
+        self.per_cached *= factor
+        self.flat *= factor
+        self._undisturbed = tuple(factor * term for term in self._undisturbed)
 
     def seconds(self, nodes: int, cached: int) -> float:
         """Seconds that a chunk of `nodes` nodes adds after `cached` cached tokens."""
@@ -109,38 +116,46 @@ class DraftSource(enum.Enum):
 class _DraftSeconds:
     """Seconds by which drafts make a step longer: the median of the last steps that had some.
 
-    While there are none, the long-term usual value comes back step by step, so that a slow phase of
-    the machine does not decide for good.
+    Before there are a few of them, `prior` counts, in passes over one node. While there are none, the
+    long-term usual value comes back step by step, so that a slow phase of the machine does not decide
+    for good.
     """
 
-    def __init__(self, first: float, config: AutoConfig) -> None:
-        self.seconds = first
-        self._recent = deque([first], maxlen=config.short_window)
-        self._long = deque([first], maxlen=config.long_window)
-        self._recovery = config.draft_cost_recovery
+    def __init__(self, prior: float, config: AutoConfig) -> None:
+        self._prior = prior
+        self._recent: deque[float] = deque(maxlen=config.short_window)
+        self._long: deque[float] = deque(maxlen=config.long_window)
+        self._usual: float | None = None
+        self._config = config
         self._idle_steps = 0
+
+    def seconds(self, plain: float) -> float:
+        """Seconds, where a pass over one node takes `plain` seconds."""
+        return self._prior * plain if self._usual is None else self._usual
 
     def observe(self, seconds: float) -> None:
         self._recent.append(seconds)
         self._long.append(seconds)
-        self.seconds, self._idle_steps = median(self._recent), 0
+        self._idle_steps = 0
+        if len(self._long) >= self._config.min_timed_drafts:
+            self._usual = median(self._recent)
 
     def observe_idle(self) -> None:
         """Counts one more step without such a draft."""
         self._idle_steps += 1
-        if self._idle_steps % self._recovery == 0:
+        if self._usual is not None and self._idle_steps % self._config.draft_cost_recovery == 0:
             self._recent.append(sorted(self._long)[len(self._long) // 4])
-            self.seconds = median(self._recent)
+            self._usual = median(self._recent)
 
 
 class CostModel:
-    """Seconds of a step by nodes: linear between knots, and the last line continues for ever.
+    """What steps cost: passes by nodes, drafts by their source, and prefill chunks.
 
-    After each step the knots near its size follow what it took, those further away by less. Other work
-    on the machine may slow down passes over several nodes, which compute, and hardly passes over one
-    node, which wait for memory. A sequence that always drafts therefore learns nothing about plain
-    passes; if everything became slower, that shows as soon as a plain pass is run. A frozen model,
-    whose curve was given and not measured, never changes.
+    seconds: of a pass by nodes.
+    stored: seconds that another process has learned; then, and if it is empty, only the ratios of
+      `seconds` matter.
+    frozen: whether nothing is learned, so that the same drafts are made on every machine.
+    drafts: seconds of drafts that another process has learned, in passes over one node.
     """
 
     def __init__(
@@ -149,35 +164,28 @@ class CostModel:
         *,
         frozen: bool = False,
         config: AutoConfig = DEFAULT_CONFIG,
+        stored: Mapping[int, float] | None = None,
+        drafts: Mapping[DraftSource, float] | None = None,
     ) -> None:
-        if not seconds or min(seconds) < 1 or min(seconds.values()) <= 0:
-            raise ValueError("a cost curve needs positive seconds for numbers of nodes from 1 on")
         self.frozen = frozen
         self._config = config
-        self._knots = sorted(seconds)
-        self._values = _rising([float(seconds[n]) for n in self._knots])
-        self._curve: list[float] = []
-        node = (self._values[-1] - self._values[0]) / max(self._knots[-1] - self._knots[0], 1)
-        self.prefill = PrefillCost(max(node, 0.01 * self._values[0]), config=config)
+        self._curve = LearnedCurve(seconds, config, seconds if stored is None else stored)
+        (first, one), *_, (last, many) = (*self.knots.items(), *self.knots.items())
+        node = (many - one) / max(last - first, 1)
+        self.prefill = PrefillCost(max(node, 0.01 * one), config=config)
         """What prefill chunks cost next to decoding requests."""
+        self.prefill_follows = False
+        """Whether the cost of prefill chunks is known only in relation to the curve."""
         self._mean_context = float(config.profiling_context)
-        """Mean number of cached tokens of sequences when the curve was last corrected."""
-        self._initial = list(self._values)
-        self._initial_curve: list[float] = []
-        self._rates: dict[int, list[float]] = {}
-        self._drifts: deque[float] = deque(maxlen=config.long_window)
-        """What recent steps took against the initial curve: logarithms."""
+        """Mean number of cached tokens of sequences in the last passes."""
         self._step_seconds: deque[float] = deque(maxlen=config.long_window)
-        """What they took, without prefill chunks."""
-        priors = (
-            config.lookup_cost_prior,
-            config.head_cost_prior,
-            config.overlapped_head_cost_prior,
-        )
-        self._drafts = {
-            source: _DraftSeconds(prior * self._values[0], config)
-            for source, prior in zip(DraftSource, priors, strict=True)
-        }
+        """What recent steps took, without prefill chunks."""
+        priors = {
+            DraftSource.LOOKUP: config.lookup_cost_prior,
+            DraftSource.HEAD: config.head_cost_prior,
+            DraftSource.OVERLAPPED_HEAD: config.overlapped_head_cost_prior,
+        } | dict(drafts or {})
+        self._drafts = {source: _DraftSeconds(prior, config) for source, prior in priors.items()}
 
     @property
     def usual_step(self) -> float:
@@ -185,9 +193,11 @@ class CostModel:
         known = len(self._step_seconds) >= self._config.short_window
         return median(self._step_seconds) if known else 0.0
 
+    # --- drafts -------------------------------------------------------------------------------------
+
     def draft_seconds(self, count: int, source: DraftSource) -> float:
         """Seconds by which a step takes longer while drafts are made for `count` sequences."""
-        return self._drafts[source].seconds * self._sequences_factor(count)
+        return self._drafts[source].seconds(self.curve(1)[1]) * self._sequences_factor(count)
 
     def observe_drafting(self, count: int, seconds: float, source: DraftSource) -> None:
         """Learns by how much a step took longer while drafts were made for `count` sequences.
@@ -207,16 +217,34 @@ class CostModel:
             self._drafts[DraftSource.HEAD].observe_idle()
             self._drafts[DraftSource.OVERLAPPED_HEAD].observe_idle()
 
+    def draft_shares(self) -> dict[DraftSource, float]:
+        """Seconds of drafts for one sequence by source, in passes over one node."""
+        plain = self.curve(1)[1]
+        return {source: drafts.seconds(plain) / plain for source, drafts in self._drafts.items()}
+
+    # --- passes -------------------------------------------------------------------------------------
+
+    @property
+    def reference(self) -> dict[int, float]:
+        """The curve that passes are compared with."""
+        return self._curve.reference
+
     @property
     def knots(self) -> dict[int, float]:
         """The current curve."""
-        return dict(zip(self._knots, self._values, strict=True))
+        return self._curve.knots
+
+    def known_knots(self) -> dict[int, float]:
+        """Those knots of the current curve whose passes were seen, here or by another process."""
+        return self._curve.known_knots()
 
     def curve(self, nodes: int) -> list[float]:
         """Seconds for 0 to `nodes` nodes, and perhaps more; more nodes never cost less."""
-        if len(self._curve) <= nodes:
-            self._curve = _interpolated(self._knots, self._values, max(nodes, 1))
-        return self._curve
+        return self._curve.seconds(nodes)
+
+    def needs_plain_passes(self) -> bool:
+        """Whether few passes over one node were seen, so that every one of them counts."""
+        return not self.frozen and self._curve.needs_passes(1)
 
     def decode_seconds(self, parts: Parts) -> float:
         """Seconds of a pass over decoding sequences: more, the longer their contexts are."""
@@ -226,20 +254,7 @@ class CostModel:
             (per_pair * size + per_cached) * (cached - self._mean_context) for size, cached in parts
         )
         usual = self.curve(nodes)[nodes]
-        return self._undisturbed_factor(nodes) * max(usual + longer, 0.5 * usual)
-
-    def _undisturbed_factor(self, nodes: int) -> float:
-        """The usual cost against the curve, which the last few steps may have pushed up."""
-        if len(self._drifts) < self._config.short_window:
-            return 1.0
-        return math.exp(min(median(self._drifts) - self._drift(nodes), 0.0))
-
-    def _drift(self, nodes: int) -> float:
-        """How far the curve has moved since the start, at this number of nodes: a logarithm."""
-        nodes = min(nodes, self._knots[-1])
-        if len(self._initial_curve) <= nodes:
-            self._initial_curve = _interpolated(self._knots, self._initial, nodes)
-        return math.log(self.curve(nodes)[nodes] / self._initial_curve[nodes])
+        return self._curve.usual_factor(nodes) * max(usual + longer, 0.5 * usual)
 
     def observe(self, nodes: int, seconds: float, chunks: Parts = (), decoding: Parts = ()) -> None:
         """Learns from a step of `nodes` nodes; a single step says little, for it may be held up.
@@ -251,50 +266,41 @@ class CostModel:
             return
         if chunks:
             if decoding:
-                prefill = sum(self.prefill.seconds(*chunk) for chunk in chunks)
-                self._step_seconds.append(max(seconds - prefill, 0.0))
-                self.prefill.observe(chunks, seconds - self.decode_seconds(decoding))
+                self._observe_prefill(seconds, chunks, decoding)
             return
-        config = self._config
         if decoding:
             context = sum(cached for _, cached in decoding) / len(decoding)
-            self._mean_context += config.curve_rate * (context - self._mean_context)
+            self._mean_context += self._config.context_rate * (context - self._mean_context)
         self._step_seconds.append(seconds)
-        ratio = seconds / self.curve(nodes)[nodes]
-        ratio = min(max(ratio, 1.0 / config.max_correction), config.max_correction)
-        moved = math.log(ratio)
-        self._drifts.append(self._drift(nodes) + moved)
-        self._values = _rising(
-            [
-                value * math.exp(moved * rate)
-                for rate, value in zip(self._knot_rates(nodes), self._values, strict=True)
-            ]
+        self._observe_pass(nodes, seconds)
+
+    def set_prefill(self, prefill: PrefillCost, *, follows: bool = False) -> None:
+        """Sets the cost of prefill chunks.
+
+        follows: whether it is known only in relation to the curve. Then it follows the curve until a
+        chunk is timed.
+        """
+        self.prefill, self.prefill_follows = prefill, follows
+
+    def _observe_pass(self, nodes: int, seconds: float) -> None:
+        before = self.curve(1)[1]
+        self._curve.observe(nodes, seconds)
+        if self.prefill_follows:
+            self.prefill.scale(self.curve(1)[1] / before)
+
+    def _observe_prefill(self, seconds: float, chunks: Parts, decoding: Parts) -> None:
+        """Learns from a step with prefill chunks next to decoding sequences."""
+        prefill, decode = (
+            sum(self.prefill.seconds(*chunk) for chunk in chunks),
+            self.decode_seconds(decoding),
         )
-        self._curve = []
-
-    def _knot_rates(self, nodes: int) -> list[float]:
-        """How far each knot follows a step of `nodes` nodes."""
-        nodes = min(nodes, self._knots[-1])
-        if nodes not in self._rates:
-            rate, reach = self._config.curve_rate, self._config.curve_reach
-            here = math.log2(nodes)
-            self._rates[nodes] = [
-                rate * reach ** abs(math.log2(knot) - here) for knot in self._knots
-            ]
-        return self._rates[nodes]
-
-
-def _interpolated(knots: list[int], values: list[float], nodes: int) -> list[float]:
-    """Values for 0 to `nodes`: linear between knots; the last line continues and never falls."""
-    found = [values[0]] * (knots[0] + 1)
-    for (left, low), (right, high) in pairwise(zip(knots, values, strict=True)):
-        slope = (high - low) / (right - left)
-        found += [low + slope * (n - left) for n in range(left + 1, right + 1)]
-    slope = 0.0
-    if len(knots) > 1:
-        slope = max((values[-1] - values[-2]) / (knots[-1] - knots[-2]), 0.0)
-    found += [values[-1] + slope * (n - knots[-1]) for n in range(knots[-1] + 1, nodes + 1)]
-    return found
+        if not self._curve.learned:  # the first pass of all gives both their scale
+            share = decode / (decode + prefill)
+            self._observe_pass(sum(size for size, _ in decoding), share * seconds)
+            return
+        self._step_seconds.append(max(seconds - prefill, 0.0))
+        self.prefill_follows = False
+        self.prefill.observe(chunks, seconds - decode)
 
 
 def whole_tiles(others: int, nodes: int, config: AutoConfig = DEFAULT_CONFIG) -> int:
@@ -302,17 +308,3 @@ def whole_tiles(others: int, nodes: int, config: AutoConfig = DEFAULT_CONFIG) ->
     tile = config.tile_rows
     whole = (others + nodes) // tile * tile - others
     return whole if whole >= config.min_tile_share * nodes else nodes
-
-
-def _rising(values: list[float]) -> list[float]:
-    """The nearest values that never fall: neighbours in the wrong order become their mean."""
-    if all(map(le, values, values[1:])):
-        return values
-    groups: list[tuple[float, int]] = []
-    for value in values:
-        total, count = value, 1
-        while groups and groups[-1][0] / groups[-1][1] > total / count:
-            more, members = groups.pop()
-            total, count = total + more, count + members
-        groups.append((total, count))
-    return [total / count for total, count in groups for _ in range(count)]

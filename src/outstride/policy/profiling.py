@@ -1,9 +1,12 @@
-"""Times passes at the start: a cost curve over nodes, and what prefill chunks cost."""
+"""Times passes of an idle engine: a cost curve over nodes, and what prefill chunks cost.
+
+This is done where no prior is known, which is on GPUs, and for the speed-up that training expects of a
+draft head. On CPUs the cost is learned from the passes that answers make.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 
@@ -14,15 +17,7 @@ from outstride.core.proposal import Proposal, Wants
 from outstride.core.sequence import BlockTable
 from outstride.policy.config import DEFAULT_CONFIG, AutoConfig
 from outstride.policy.cost_model import CostModel, PrefillCost
-
-Progress = Callable[[int, int], None]
-"""Is called with the number of sizes that were timed so far, and of all sizes."""
-
-
-def knots_of(config: AutoConfig) -> tuple[int, ...]:
-    """The numbers of nodes that are timed: powers of two, and both sides of each edge of a tile."""
-    half, tile = config.half_tile_rows, config.tile_rows
-    return (1, 2, 4, half, half + 1, tile, tile + 1, 32, 64)
+from outstride.policy.cost_prior import SIZES
 
 
 def measure(
@@ -32,14 +27,13 @@ def measure(
     *,
     long_prefill: bool = False,
     config: AutoConfig = DEFAULT_CONFIG,
-    on_progress: Progress | None = None,
 ) -> CostModel | None:
     """Times real passes over trees after some cached tokens; None if the cache has no room for it.
 
     long_prefill: also times prefill chunks late in a long prompt, for a server with many requests.
     """
     context = config.profiling_context
-    knots = [n for n in knots_of(config) if n <= max(max_nodes, 1)]
+    knots = [n for n in SIZES if n <= max(max_nodes, 1)]
     capacity = min(pool.available * pool.page_size, model.context) - context
     knots = [n for n in knots if n <= capacity]
     table = BlockTable()
@@ -50,9 +44,7 @@ def measure(
     times: dict[int, list[float]] = {nodes: [] for nodes in knots}
     timer.run(context)
     table.positions = list(range(context))
-    for done, nodes in enumerate(reversed(knots)):
-        if on_progress is not None:
-            on_progress(done, len(knots))
+    for nodes in reversed(knots):
         # Sizes come one after the other: the first pass of a size finds caches filled by another.
         for number in range(rounds + 1):
             if number < rounds - 1 or nodes < config.few_rounds_from:
@@ -75,8 +67,6 @@ def measure(
         cost.prefill = _measure_prefill(cost.prefill, timer, far, config)
     table.positions = []
     pool.close(table)
-    if on_progress is not None:
-        on_progress(len(knots), len(knots))
     return cost
 
 

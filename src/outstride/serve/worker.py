@@ -357,7 +357,7 @@ def main() -> None:
         llm.method(f"draft:model={name}")
     for model in llm.engine.models.values():
         _allocate(model)
-    llm.engine.cost = llm.engine.profile(prefill=True)
+    llm.engine.warm_up()
     worker = Worker(connection, llm)
     gc.collect()
     gc.freeze()  # what is loaded stays: scanning it in every collection would delay passes
