@@ -12,9 +12,16 @@ from typing import Any
 
 import pytest
 
-from outstride.bench import comparison_rows, host, result
+from outstride.bench import comparison_rows, decode, host, result
 from outstride.bench.comparison_rows import Bound, PeerReport, Row
-from outstride.bench.peers import build, llama_cpp, llama_cpp_comparison, start
+from outstride.bench.peers import (
+    bounds,
+    build,
+    llama_cpp,
+    llama_cpp_comparison,
+    llama_cpp_generation,
+    start,
+)
 from outstride.bench.peers.llama_cpp import LlamaCpp
 from outstride.bench.peers.llama_cpp_comparison import Sizes
 from outstride.errors import InvalidParams, OutstrideError
@@ -22,7 +29,7 @@ from tests.bench import fake
 from tests.cli.shell import Shell
 
 VOCABULARY = len(fake.ALPHABET)
-SMALL = Sizes(cached=8, long=40, prompt=20, output=4, concurrency=3, nodes=(1, 2))
+SMALL = Sizes(cached=8, long=40, prompts=(20, 30), output=4, concurrency=3, nodes=(1, 2))
 
 
 class FakeBatch:
@@ -154,6 +161,8 @@ def llama(monkeypatch: pytest.MonkeyPatch) -> FakeLlama:
     monkeypatch.setitem(sys.modules, llama_cpp.PACKAGE, module)
     monkeypatch.setattr(llama_cpp, "SETTLE", 0.0)
     monkeypatch.setattr(llama_cpp_comparison, "SETTLE", 0.0)
+    monkeypatch.setattr(llama_cpp_generation, "SETTLE", 0.0)
+    monkeypatch.delenv("OUTSTRIDE_ISA", raising=False)
     return module
 
 
@@ -206,17 +215,18 @@ def test_all_rows_are_measured(llama: FakeLlama) -> None:
         "pass over 2 nodes, theirs scoring the last",
         "3 sequences of 1 node",
         "pass over 1 node, 40 cached",
-        "prompt of 20 tokens",
         "greedy, one request, 4 tokens",
         "3 requests at once",
         "temperature 0.8, top-p 0.95, seeded",
+        "prompt of 20 tokens",
+        "prompt of 30 tokens",
     ]
     assert report.skipped == {}
     assert ticks[-1][0] == ticks[-1][1]
     assert all(row.ours > 0 and row.theirs for row in report.rows)
     assert len(report.rows[0].raw["ours"]) == 2 * llama_cpp_comparison.PASSES
     assert len(report.rows[-1].raw["ours"]) == 2
-    assert report.rows[-1].other == "our greedy"
+    assert report.rows[-3].other == "our greedy"
     assert {(2, 1, 2), (2, 1, 1), (3, 3, 3)} <= set(llama.batches)
     assert llama.alive == 0
     assert report.peer["version"] == "0.0.fake"
@@ -224,11 +234,50 @@ def test_all_rows_are_measured(llama: FakeLlama) -> None:
 
 @pytest.mark.usefixtures("llama")
 def test_what_does_not_fit_is_left_out() -> None:
-    sizes = Sizes(cached=8, long=4096, prompt=5000, output=2, concurrency=2, nodes=(1,))
+    sizes = Sizes(cached=8, long=4096, prompts=(5000,), output=2, concurrency=2, nodes=(1,))
     with fake.make_llm(pages=1024, context=1024) as llm:
         report = llama_cpp_comparison.compare(llm, Path("x.gguf"), repeat=1, sizes=sizes)
     assert set(report.skipped) == {"pass over 1 node, 4,096 cached", "prompt of 5,000 tokens"}
     assert len(report.rows) == 5
+
+
+def test_only_some_parts(llama: FakeLlama) -> None:
+    ticks: list[tuple[int, int]] = []
+    with fake.make_llm(pages=1024, context=1024) as llm:
+        report = llama_cpp_comparison.compare(
+            *(llm, Path("x.gguf")),
+            parts=("passes", "prompts"),
+            repeat=1,
+            sizes=SMALL,
+            progress=lambda *now: ticks.append(now),
+        )
+    assert [row.name for row in report.rows] == [
+        "pass over 1 node",
+        "pass over 2 nodes",
+        "pass over 2 nodes, theirs scoring the last",
+        "prompt of 20 tokens",
+        "prompt of 30 tokens",
+    ]
+    assert ticks[-1][0] == ticks[-1][1]
+    assert llama.contexts[0].params.n_ctx == 256, "no more context than the prompts need"
+    assert not any(sequences > 1 for _, sequences, _ in llama.batches)
+
+
+def test_long_prompts_run_less_often() -> None:
+    runs = {n: llama_cpp_generation.prompt_runs(n, 5) for n in (20, 1024, 4096, 8185)}
+    assert runs == {20: (5, 1), 1024: (4, 1), 4096: (1, 0), 8185: (1, 0)}
+
+
+def test_bounds_depend_on_the_build_and_on_the_model() -> None:
+    def model(name: str, config: object = None) -> Any:
+        return SimpleNamespace(model=SimpleNamespace(ops=SimpleNamespace(name=name), config=config))
+
+    large = SimpleNamespace(shapes=lambda: {"a": (1000, 1000, 600)})
+    assert bounds.bounds_of(model("cpu avx512-vnni int8, cache int8")) is bounds.GENERAL
+    assert bounds.bounds_of(model("cpu avx2 int8, cache int8")) is bounds.AVX2
+    assert bounds.bounds_of(model("cpu avx2 int8, cache int8", large)) is bounds.LARGE_MODEL
+    with fake.make_llm() as llm:
+        assert bounds.bounds_of(llm) is bounds.GENERAL
 
 
 def test_bounds() -> None:
@@ -298,6 +347,63 @@ def test_build_options(machine: str, flags: str, on: set[str]) -> None:
     assert all(o.endswith(("=ON", "=OFF")) for o in found)
 
 
+@pytest.mark.parametrize(
+    ("isa", "on"),
+    [
+        ("portable", set()),
+        ("avx2", {"AVX2", "FMA"}),
+        ("avx-vnni", {"AVX2", "FMA", "AVX_VNNI"}),
+        ("avx512-vnni", {"AVX2", "FMA", "AVX512", "AVX512_VNNI"}),
+        ("amx", {"AVX2", "FMA", "AVX512", "AVX512_VNNI"}),
+    ],
+)
+def test_build_options_for_one_instruction_set(isa: str, on: set[str]) -> None:
+    flags = f"flags : avx2 fma avx_vnni avx512_vnni amx_int8 {AVX512}"
+    found = build.build_options("x86_64", flags, isa)
+    assert {o[len("-DGGML_") : -len("=ON")] for o in found if o.endswith("=ON")} == on
+    assert found[0] == "-DGGML_NATIVE=OFF"
+
+
+def test_a_forced_instruction_set_has_its_own_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTSTRIDE_ISA", "avx2")
+    monkeypatch.delitem(sys.modules, llama_cpp.PACKAGE, raising=False)
+    monkeypatch.setattr(build, "this_machine", lambda isa=None: [str(isa)])
+    folder = tmp_path / "llama-avx2" / "lib" / "python3.11" / "site-packages"
+    for place in (None, folder, folder / llama_cpp.PACKAGE):
+        with pytest.raises(OutstrideError, match="`make llama ISA=avx2` builds it"):
+            llama_cpp.library(tmp_path)
+        if place is not None:
+            place.mkdir(parents=True)
+    (folder / llama_cpp.PACKAGE / "__init__.py").write_text("from llama_helper import name")
+    (folder / "llama_helper.py").write_text("name = 'built for AVX2'")
+    path = list(sys.path)
+    try:
+        assert llama_cpp.library(tmp_path).name == "built for AVX2"
+    finally:
+        for name in (llama_cpp.PACKAGE, "llama_helper"):
+            sys.modules.pop(name, None)
+    assert sys.path == path
+
+
+def test_the_ordinary_build_serves_where_it_is_the_same(
+    tmp_path: Path, llama: FakeLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "this_machine", lambda isa=None: ["the same"])
+    monkeypatch.setenv("OUTSTRIDE_ISA", "avx2")
+    assert llama_cpp.library(tmp_path) is llama
+    monkeypatch.setattr(build, "this_machine", lambda isa=None: [str(isa)])
+    monkeypatch.setenv("OUTSTRIDE_ISA", "amx")
+    assert llama_cpp.library(tmp_path) is llama
+
+
+def test_what_a_build_has_is_named() -> None:
+    info = "CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 0 | OPENMP = 1 | "
+    assert llama_cpp.enabled(info) == "SSE3 AVX2 OPENMP"
+    assert llama_cpp.enabled("a fake") == ""
+
+
 def test_elsewhere_the_build_is_native() -> None:
     assert build.build_options("aarch64", "Features : fp asimd\n") == ["-DGGML_NATIVE=ON"]
     assert build.build_options("x86_64", "") == ["-DGGML_NATIVE=ON"]
@@ -327,6 +433,40 @@ def test_the_command(
     ]
     assert result.read(out).to_dict() == values
     assert llama.alive == 0
+    more = ("--only", "passes,prompts", "--nodes", "3", "--prompts", "12")
+    ran = shell("bench", "step", *arguments, *more, context=1024, pages=1024)
+    assert [row["name"] for row in json.loads(ran.last)["samples"]] == [
+        "pass over 3 nodes",
+        "pass over 3 nodes, theirs scoring the last",
+        "prompt of 12 tokens",
+    ]
+    assert "ours: unknown; llama.cpp: a fake" in ran.out
+    ran = shell("bench", "step", *arguments, "--only", "passes other")
+    assert ran.code == 1
+    assert "there is no part 'other'; parts are passes," in ran.err
+
+
+def test_decode_against_llama(
+    shell: Shell, llama: FakeLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "SETTLE", 0.0)
+    file, prompts = tmp_path / "model.gguf", tmp_path / "prompts.jsonl"
+    file.touch()
+    rows = [{"prompt": p, "group": g} for p, g in (("abcabc", "x"), ("hey you", "y"))]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ("bench", "decode", "--against", "llama.cpp", "--prompts", str(prompts))
+    ran = shell(*arguments, "--model", str(file), "--max-tokens", "6")
+    assert ran.code == 0, ran.err
+    values = result.validate(json.loads(ran.last))
+    assert {line["method"] for line in values["summary"]["lines"]} == {"plain", "auto", "llama.cpp"}
+    assert values["settings"]["peer"]["version"] == "0.0.fake"
+    said = " ".join(ran.out.split())
+    assert "x llama.cpp, lowest group" in said
+    assert "ours: unknown; llama.cpp 0.0.fake: a fake" in said
+    assert llama.alive == 0
+    ran = shell(*arguments, "--model", str(file), "--temperature", "0.8")
+    assert ran.code == 1
+    assert "compares greedy answers" in ran.err
 
 
 def test_only_gguf_files(shell: Shell, llama: FakeLlama, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 from outstride import registry
 from outstride.bench import curve, result
-from outstride.bench.decode import DecodeReport, DecodeRun, decode, exact_methods, incompressible
+from outstride.bench.decode import decode, exact_methods, incompressible
+from outstride.bench.decode_report import DecodeReport, DecodeRun
 from outstride.bench.prompts import BenchPrompt
 from outstride.bench.result import BenchResult
 from outstride.core.contracts import Exactness
@@ -52,6 +54,57 @@ def test_every_method_answers_everything_alike() -> None:
     assert plain.ratio == pytest.approx(1.0) == plain.bound
     assert ngram.tokens_per_pass > 1.0
     assert ngram.nodes_per_pass > ngram.tokens_per_pass
+
+
+class Echo:
+    """Another engine; its answers are the first token of the prompt, repeated."""
+
+    name = "other"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[list[int]], int]] = []
+
+    def generate(self, prompts: Sequence[Sequence[int]], output: int) -> list[list[int]]:
+        self.asked.append(([list(prompt) for prompt in prompts], output))
+        return [[prompt[0]] * output for prompt in prompts]
+
+
+def test_another_engine_answers_the_same_prompts() -> None:
+    ticks: list[tuple[int, int]] = []
+    peer = Echo()
+    with make_llm() as llm:
+        report = decode(
+            llm,
+            ["ngram"],
+            PROMPTS,
+            SamplingParams(max_tokens=12),
+            rounds=2,
+            peer=peer,
+            progress=lambda done, total: ticks.append((done, total)),
+        )
+        given = [llm.encode(prompt.text, chat=True) for prompt in PROMPTS]
+    assert ticks[-1] == (18, 18)
+    assert [prompts for prompts, _ in peer.asked] == [[tokens] for tokens in given] * 2
+    runs = {(run.method, run.round, run.prompts): run for run in report.runs}
+    assert len(runs) == 3 * 2 * 3
+    for (method, number, prompts), run in runs.items():
+        assert run.emitted == runs["plain", number, prompts].emitted, method
+    lines = {(line.method, line.group): line for line in report.lines()}
+    assert lines["other", "all"].against == pytest.approx(1.0)
+    assert lines["other", "all"].tokens_per_pass == 1.0
+    for group in ("one", "two"):  # seconds of the other over ours, over plain's over ours
+        line, plain = lines["ngram", group], lines["plain", group]
+        assert line.against is not None
+        assert line.against > 0
+        assert plain.against is not None
+    found = {(row["method"], row["over"]): row for row in report.summary()["extremes"]}
+    assert set(found) == {
+        *(("ngram", "plain"), ("ngram", "other"), ("plain", "other"), ("other", "plain"))
+    }
+    row = found["ngram", "other"]
+    by_group = {group: lines["ngram", group].against or 0.0 for group in ("one", "two")}
+    assert row["min"] == min(by_group.values()) == by_group[row["group"]]
+    assert row["mean"] == pytest.approx(sum(by_group.values()) / 2)
 
 
 def test_a_round_starts_without_memories() -> None:

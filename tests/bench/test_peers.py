@@ -42,6 +42,7 @@ GROUND = PeerSetup(Path("x.gguf"), VOCABULARY, threads=1, max_length=600, max_ba
 def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (llama_cpp, ours, engine_comparison, transformers):
         monkeypatch.setattr(module, "SETTLE", 0.0)
+    monkeypatch.delenv("OUTSTRIDE_ISA", raising=False)
 
 
 @pytest.fixture

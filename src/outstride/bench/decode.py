@@ -5,25 +5,26 @@ answer the same few prompts in turns before the next few prompts, so that a slow
 machine slows all of them, and comparisons are paired. In each round every method starts with empty
 drafter memory and finds no other method's prompts in the prefix cache. `warm` rows come from one
 further round that keeps the memory of the first. The engine's ledger counts for all methods.
+
+Another engine may answer the same prompts, each directly after our methods: as many tokens as plain
+decoding gave, one token per pass.
 """
 
 from __future__ import annotations
 
 import random
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from statistics import mean
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from outstride import registry
 from outstride.bench import clock
+from outstride.bench.decode_report import VERBS, DecodeReport, DecodeRun
 from outstride.bench.harness import ProgressCounter
-from outstride.bench.paired_times import paired_times, speedup, speedup_bound
 from outstride.bench.prompts import BenchPrompt
 from outstride.core.contracts import Exactness
 from outstride.core.params import SamplingParams
@@ -32,126 +33,22 @@ from outstride.llm import LLM
 from outstride.results import Stats
 
 BASELINE = "plain"
-VERBS = ("plan", "propose", "forward", "accept", "commit")
 INCOMPRESSIBLE = "random"
 """Group of random prompts, sampled at a high temperature: no drafter can predict the answers."""
 MIXED = "mixed"
 """Group of batches that no single group can fill."""
+SETTLE = 0.02
+"""Seconds before another engine's turn and after it, in which threads stop spinning."""
 
 
-@dataclass(slots=True)
-class DecodeRun:
-    """One batch of prompts of one group, answered by one method."""
+class DecodePeer(Protocol):
+    """Another engine that answers the same prompts."""
 
-    method: str
-    group: str
-    batch: int
-    temperature: float
-    round: int
-    warm: bool
-    prompts: tuple[str, ...]
-    seconds: float
-    emitted: int
-    passes: int
-    nodes: int
-    verbs: dict[str, float]
-    equal: int
-    """Number of answers that are equal to those of the baseline in this round."""
-    drafts: int
-    expected: float
-    sources: dict[str, int]
+    name: str
 
-    def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeLine:
-    """Results of a method on a group, or on all groups, in one setting."""
-
-    method: str
-    group: str
-    batch: int
-    temperature: float
-    warm: bool
-    prompts: int
-    equal: int
-    tokens_per_pass: float
-    nodes_per_pass: float
-    tokens_per_second: float
-    ratio: float
-    """Speed-up over the baseline, on the same prompts in the same rounds."""
-    bound: float
-    """Lower end of the 95% interval of that ratio, by bootstrap."""
-    shares: dict[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-@dataclass(slots=True)
-class DecodeReport:
-    """All runs and their summary."""
-
-    methods: list[str] = field(default_factory=list)
-    runs: list[DecodeRun] = field(default_factory=list)
-
-    def lines(self) -> list[DecodeLine]:
-        """Lines by setting and method: each group, then all groups; warm rounds separately."""
-        found = []
-        for setting in dict.fromkeys((r.batch, r.temperature, r.warm) for r in self.runs):
-            runs = [r for r in self.runs if (r.batch, r.temperature, r.warm) == setting]
-            groups = list(dict.fromkeys(run.group for run in runs))
-            for method in self.methods:
-                for group in groups:
-                    found.append(self._line(method, [group], group, runs))
-                if len(groups) > 1:
-                    found.append(self._line(method, groups, "all", runs))
-        return found
-
-    def _line(
-        self, method: str, groups: Sequence[str], name: str, runs: Sequence[DecodeRun]
-    ) -> DecodeLine:
-        mine, base = (
-            [r for r in runs if r.method == m and r.group in groups]
-            for m in (method, self.methods[0])
-        )
-        times = paired_times(base, mine)
-        seconds = sum(float(np.median(pairs[:, 1])) for pairs in times.values())
-        emitted = sum({(run.group, run.prompts): run.emitted for run in mine}.values())
-        verbs = {verb: sum(run.verbs.get(verb, 0.0) for run in mine) for verb in VERBS}
-
-        fewest: dict[tuple[str, tuple[str, ...]], int] = {}
-        for run in mine:  # the last round may have been cut off
-            portion = run.group, run.prompts
-            fewest[portion] = min(fewest.get(portion, run.equal), run.equal)
-
-        def per_group(value: Callable[[list[DecodeRun]], float]) -> float:
-            return mean(value([run for run in mine if run.group == group]) for group in groups)
-
-        return DecodeLine(
-            method=method,
-            group=name,
-            batch=mine[0].batch,
-            temperature=mine[0].temperature,
-            warm=mine[0].warm,
-            prompts=sum(len(prompts) for _, prompts in fewest),
-            equal=sum(fewest.values()),
-            tokens_per_pass=per_group(
-                lambda runs: sum(r.emitted for r in runs) / max(1, sum(r.passes for r in runs))
-            ),
-            nodes_per_pass=sum(run.nodes for run in mine) / max(1, sum(r.passes for r in mine)),
-            tokens_per_second=emitted / seconds,
-            ratio=speedup(times, groups),
-            bound=speedup_bound(times, groups),
-            shares={verb: value / max(sum(verbs.values()), 1e-9) for verb, value in verbs.items()},
-        )
-
-    def samples(self) -> list[dict[str, Any]]:
-        return [run.to_dict() for run in self.runs]
-
-    def summary(self) -> dict[str, Any]:
-        return {"lines": [line.to_dict() for line in self.lines()]}
+    def generate(self, prompts: Sequence[Sequence[int]], output: int) -> list[list[int]]:
+        """Continues all prompts in one batch, greedily, each by exactly `output` tokens."""
+        ...
 
 
 def incompressible(llm: LLM, count: int, length: int = 64) -> list[BenchPrompt]:
@@ -205,6 +102,7 @@ def decode(
     rounds: int = 1,
     warm: bool = False,
     raw: bool = False,
+    peer: DecodePeer | None = None,
     report: DecodeReport | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> DecodeReport:
@@ -216,6 +114,7 @@ def decode(
         raise InvalidParams("batches and rounds must be at least 1, temperatures at least 0")
     report = DecodeReport() if report is None else report
     report.methods = [BASELINE, *(m for m in dict.fromkeys(methods) if m != BASELINE)]
+    report.peer = None if peer is None else peer.name
     settings = [
         DecodeSetting(batch, temperature, number, warm=number == rounds)
         for batch in dict.fromkeys(batches)
@@ -224,12 +123,12 @@ def decode(
     ]
     work = [(s, portion) for s in settings for portion in _portions(prompts, s.batch)]
     watch = ProgressCounter(progress)
-    watch.expected = len(work) * len(report.methods)
+    watch.expected = len(work) * (len(report.methods) + (peer is not None))
     _warm_up(llm, report.methods, prompts, params.max_tokens, raw)
     for setting, portion in work:
         seed = params.seed if params.seed is not None else 0  # the same noise for all methods
         chosen = replace(params, temperature=setting.temperature, seed=seed)
-        _in_turns(llm, report, setting, portion, chosen, raw, watch)
+        _in_turns(llm, report, setting, portion, chosen, raw, peer, watch)
     return report
 
 
@@ -277,6 +176,7 @@ def _in_turns(
     portion: Sequence[BenchPrompt],
     params: SamplingParams,
     raw: bool,
+    peer: DecodePeer | None,
     watch: ProgressCounter,
 ) -> None:
     """One batch by all methods. It is recorded as a whole, so that methods stay comparable."""
@@ -284,13 +184,54 @@ def _in_turns(
     runs: dict[str, tuple[DecodeRun, list[list[int]]]] = {}
     for method in report.methods[first:] + report.methods[:first]:
         runs[method] = _answer(llm, method, setting, portion, params, raw)
-        if len(runs) == len(report.methods):
-            reference = runs[report.methods[0]][1]
-            for name in report.methods:
-                run, tokens = runs[name]
-                run.equal = sum(a == b for a, b in zip(tokens, reference, strict=True))
-                report.runs.append(run)
+        if len(runs) < len(report.methods):
+            watch.advance()
+    reference = runs[report.methods[0]][1]
+    if peer is not None:
         watch.advance()
+        given = [llm.encode(p.text, chat=not raw) for p in portion]
+        runs[peer.name] = _peer_answer(peer, setting, portion, given, reference)
+    for name in [*report.methods, *(() if peer is None else (peer.name,))]:
+        run, tokens = runs[name]
+        run.equal = sum(a == b for a, b in zip(tokens, reference, strict=True))
+        report.runs.append(run)
+    watch.advance()
+
+
+def _peer_answer(
+    peer: DecodePeer,
+    setting: DecodeSetting,
+    portion: Sequence[BenchPrompt],
+    given: Sequence[list[int]],
+    reference: Sequence[list[int]],
+) -> tuple[DecodeRun, list[list[int]]]:
+    """One batch by another engine, as long as our longest answer; each answer is cut like ours."""
+    time.sleep(SETTLE)
+    start = clock.now()
+    answers = peer.generate(given, max(1, max(map(len, reference))))
+    seconds = clock.now() - start
+    time.sleep(SETTLE)
+    answers = [a[: len(ours)] for a, ours in zip(answers, reference, strict=True)]
+    emitted = sum(map(len, answers))
+    run = DecodeRun(
+        method=peer.name,
+        group=portion[0].group,
+        batch=setting.batch,
+        temperature=setting.temperature,
+        round=setting.round,
+        warm=setting.warm,
+        prompts=tuple(prompt.id for prompt in portion),
+        seconds=seconds,
+        emitted=emitted,
+        passes=emitted,
+        nodes=emitted,
+        verbs={},
+        equal=0,
+        drafts=0,
+        expected=0.0,
+        sources={},
+    )
+    return run, answers
 
 
 def _answer(

@@ -44,11 +44,11 @@ def load_on_gpu(name: str, *, pages: int | None = None) -> Loaded:
 
     path = load.locate(name)
     read = load._from_folder if path.is_dir() else load._from_gguf
-    config, tensors, tokenizer = read(path)
+    config, open_model, tokenizer = read(path)
     if pages is None:
         pages = max(CONCURRENCY * 1024, 2 * config.context) // load.PAGE_SIZE
     model = Decoder.from_tensors(
-        config, tensors(), pages=pages, page_size=load.PAGE_SIZE, make_ops=Cuda
+        config, open_model().read(), pages=pages, page_size=load.PAGE_SIZE, make_ops=Cuda
     )
     return load.Loaded(model, tokenizer, name, min(config.context, pages * load.PAGE_SIZE), path)
 

@@ -22,3 +22,9 @@ def environment_python(name: str, environments: Path | None = None) -> Path | No
 def interpreter(name: str, environments: Path | None = None) -> str:
     """The Python that runs an engine: that of its own environment, else the current one."""
     return str(environment_python(name, environments) or sys.executable)
+
+
+def site_packages(name: str, environments: Path | None = None) -> Path | None:
+    """The folder of packages in an engine's own environment, or None if there is none."""
+    found = sorted(((environments or ENVIRONMENTS) / name).glob("lib/python3*/site-packages"))
+    return found[-1] if found else None

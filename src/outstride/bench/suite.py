@@ -75,7 +75,11 @@ def _plans(choice: SuiteOptions) -> list[_PlannedPart]:
     return [
         _PlannedPart("step", ("step", *model), ("--repeat", "11"), once, 20),
         _PlannedPart(
-            "against", ("step", "--against", "llama.cpp", *model), ("--repeat", "3"), once, 220
+            "against",
+            ("step", "--against", "llama.cpp", "--prompts", "1024", *model),
+            ("--repeat", "3"),
+            once,
+            220,
         ),
         _PlannedPart(
             "peers",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outstride.cli import sampling, screen
@@ -18,8 +21,11 @@ from outstride.cli.outcome import conduct, decimals, numbers, output
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outstride.bench.decode import DecodeLine, DecodeReport
+    from outstride.bench.decode_report import DecodeLine, DecodeReport
+    from outstride.bench.peers.llama_cpp import LlamaPeer
+    from outstride.bench.prompts import BenchPrompt
     from outstride.bench.result import BenchResult
+    from outstride.llm import LLM
 
 EXACT = "exact"
 
@@ -58,6 +64,7 @@ def add(kinds: Any) -> None:
         help="N more prompts with unpredictable answers (default 0)",
     )
     _add_runs(decode)
+    _add_against(decode)
     output(decode)
     sampling.add(decode, without=("logprobs", "temperature"), max_tokens=160)
     decode.set_defaults(action=run)
@@ -96,6 +103,71 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="prompts as they are; no chat template")
 
 
+def _add_against(parser: argparse.ArgumentParser) -> None:
+    """Adds the comparison with another engine."""
+    parser.add_argument(
+        "--against",
+        choices=("llama.cpp",),
+        help="another engine answers every prompt too, from the same GGUF file, greedily, with one "
+        "token per pass and as many tokens as plain; where OUTSTRIDE_ISA forces an instruction set, "
+        "llama.cpp built for it (`make llama ISA=avx2`)",
+    )
+    parser.add_argument(
+        "--environments",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the environments of llama.cpp's builds for one instruction set (default: "
+        "those that `make llama` creates)",
+    )
+
+
+@contextmanager
+def _peer(
+    args: argparse.Namespace, llm: LLM, listed: Sequence[BenchPrompt], output: int
+) -> Iterator[LlamaPeer | None]:
+    """The engine of `--against`, or None."""
+    if args.against is None:
+        yield None
+        return
+    from outstride.bench.comparison_rows import cores
+    from outstride.bench.peers.llama_cpp import open_all
+    from outstride.bench.peers.llama_cpp_comparison import gguf_of
+    from outstride.bench.peers.peer import PeerSetup
+
+    longest = max(len(llm.encode(p.text, chat=not args.raw)) for p in listed)
+    setup = PeerSetup(
+        path=gguf_of(args.model),
+        vocabulary=llm.model.vocab_size,
+        threads=cores(),
+        max_length=longest + output + 2,
+        max_batch=max(args.batch),
+        environments=args.environments,
+    )
+    [peer] = open_all(setup)
+    with closing(peer):
+        yield peer
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises an error for options that cannot be."""
+    from outstride.errors import InvalidParams
+
+    if min([*args.batch, args.rounds, 1 if args.limit is None else args.limit], default=0) < 1:
+        raise InvalidParams("--limit, --batch and --rounds must be at least 1")
+    if args.random < 0 or min(args.temperature, default=-1.0) < 0:
+        raise InvalidParams("--random and --temperature must be at least 0")
+    if args.against is None:
+        return
+    if max(args.temperature) > 0 or args.random:
+        raise InvalidParams(
+            "--against compares greedy answers: leave out --temperature and --random"
+        )
+    from outstride.bench.peers import llama_cpp, llama_cpp_comparison
+
+    llama_cpp_comparison.gguf_of(args.model)
+    llama_cpp.library(args.environments)  # a missing build is reported before a model is loaded
+
+
 def methods_of(text: str) -> list[str]:
     """The requested methods; `exact` stands for all exact methods that need nothing but the model."""
     from outstride.bench.decode import exact_methods
@@ -111,15 +183,13 @@ def run(args: argparse.Namespace, context: Context) -> int:
     from dataclasses import asdict
 
     from outstride.bench import curve, prompts
-    from outstride.bench.decode import DecodeReport, decode, incompressible
+    from outstride.bench.decode import decode, incompressible
+    from outstride.bench.decode_report import DecodeReport
+    from outstride.bench.peers.bounds import our_build
     from outstride.bench.result import BenchResult
-    from outstride.errors import InvalidParams
 
     params = sampling.params_of(args)
-    if min([*args.batch, args.rounds, 1 if args.limit is None else args.limit], default=0) < 1:
-        raise InvalidParams("--limit, --batch and --rounds must be at least 1")
-    if args.random < 0 or min(args.temperature, default=-1.0) < 0:
-        raise InvalidParams("--random and --temperature must be at least 0")
+    _check(args)
     methods = methods_of(args.methods)
     frozen = None if args.cost is None else curve.read(args.cost)
     listed = prompts.read_prompts(args.prompts) if args.prompts else prompts.shipped()
@@ -137,10 +207,12 @@ def run(args: argparse.Namespace, context: Context) -> int:
         "raw": args.raw,
         "params": asdict(params),
         "frozen": frozen is not None,
+        "against": args.against,
     }
     result, report = BenchResult("decode", settings), DecodeReport()
-    with loaded(args, context) as llm:
-        settings["fingerprint"] = llm.fingerprint
+    with loaded(args, context) as llm, _peer(args, llm, listed, params.max_tokens) as peer:
+        settings |= {"fingerprint": llm.fingerprint, "ours": our_build(llm)}
+        settings["peer"] = None if peer is None else peer.settings
         if frozen is not None:
             curve.freeze(llm, frozen)
 
@@ -155,6 +227,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
                 rounds=args.rounds,
                 warm=args.warm,
                 raw=args.raw,
+                peer=peer,
                 report=report,
                 progress=progress,
             )
@@ -171,9 +244,13 @@ def _table(lines: list[DecodeLine]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("method")
     table.add_column("task")
+    compared = any(line.against is not None for line in lines)
     for name in ("equal", "tokens/pass", "nodes/pass", "tok/s", "x plain", "at least"):
         table.add_column(name, justify="right")
-    for name in ("draft", "forward", "accept", "commit"):
+    if compared:
+        table.add_column("x llama.cpp", justify="right")
+    verbs = () if compared else ("draft", "forward", "accept", "commit")
+    for name in verbs:
         table.add_column(name, justify="right", style="dim")
     before = ""
     for line in lines:
@@ -191,7 +268,8 @@ def _table(lines: list[DecodeLine]) -> Table:
             f"{line.tokens_per_second:.1f}",
             f"{line.ratio:.2f}",
             f"{line.bound:.2f}",
-            *(f"{shares[verb]:.0%}" for verb in ("draft", "forward", "accept", "commit")),
+            *([f"{line.against:.2f}"] if line.against is not None else []),
+            *(f"{shares[verb]:.0%}" for verb in verbs),
             style="bold" if line.group == "all" else None,
         )
         before = name
@@ -210,6 +288,22 @@ def _print(report: DecodeReport, result: BenchResult) -> None:
         console.print(f"\n{batch} at a time, temperature {temperature:g}", style="italic")
         console.print(
             _table([x for x in lines if (x.batch, x.temperature) == (batch, temperature)])
+        )
+    for row in report.extremes():
+        console.print(
+            f"{row['method']}{' (warm)' if row['warm'] else ''}, {row['batch']} at a time, "
+            f"temperature {row['temperature']:g}: {row['mean']:.2f} x {row['over']}, lowest group "
+            f"{row['min']:.2f} ({row['group']})",
+            markup=False,
+            soft_wrap=True,
+        )
+    if peer := settings.get("peer"):
+        console.print(
+            f"ours: {settings['ours'] or 'unknown'}; {settings['against']} {peer['version']}: "
+            f"{peer['enabled'] or peer['build']}",
+            style="dim",
+            markup=False,
+            soft_wrap=True,
         )
     console.print(
         "x plain: time of plain divided by time of the method on the same prompts, mean over tasks; "

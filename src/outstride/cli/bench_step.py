@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outstride.cli import screen
@@ -12,6 +13,7 @@ from outstride.cli.outcome import conduct, numbers, output
 
 if TYPE_CHECKING:
     from outstride.bench.comparison_rows import PeerReport
+    from outstride.bench.peers.llama_cpp_comparison import Sizes
     from outstride.bench.result import BenchResult
     from outstride.bench.step import StepReport
 
@@ -29,14 +31,12 @@ def add(kinds: Any) -> None:
     step.add_argument(
         "--nodes",
         type=numbers,
-        default=[1, 2, 4, 8, 16, 32, 64],
         metavar="N,N,…",
-        help="numbers of nodes in a pass (default 1,2,4,8,16,32,64)",
+        help="numbers of nodes in a pass (default 1,2,4,8,16,32,64; against llama.cpp 1,4,8,16)",
     )
     step.add_argument(
         "--cached",
         type=int,
-        default=128,
         metavar="N",
         help="cached tokens before them (default 128)",
     )
@@ -57,15 +57,41 @@ def add(kinds: Any) -> None:
     step.add_argument(
         "--repeat", type=int, default=7, metavar="N", help="runs of each, in turns (default 7)"
     )
+    _add_against(step)
+    output(step)
+    step.set_defaults(action=run)
+
+
+def _add_against(step: argparse.ArgumentParser) -> None:
+    """Adds the comparison with another engine."""
     step.add_argument(
         "--against",
         choices=("llama.cpp", "transformers"),
-        help="compare with llama.cpp on the same GGUF file instead: passes, generation, start, "
-        "memory and host work, with bounds; transformers: measure an NVIDIA GPU instead, against "
-        "transformers and with bounds",
+        help="compare with llama.cpp on the same GGUF file instead: passes, prompts, generation, "
+        "start, memory and host work, with bounds; where OUTSTRIDE_ISA forces an instruction set, "
+        "with llama.cpp built for it (`make llama ISA=avx2`); transformers: measure an NVIDIA GPU "
+        "instead, against transformers and with bounds",
     )
-    output(step)
-    step.set_defaults(action=run)
+    step.add_argument(
+        "--only",
+        default="",
+        metavar="NAMES",
+        help="against llama.cpp: only these parts, with spaces between them: passes sequences long "
+        "prompts requests start host",
+    )
+    step.add_argument(
+        "--prompts",
+        type=numbers,
+        metavar="N,N,…",
+        help="against llama.cpp: lengths of prompts (default 1024,4096,8185)",
+    )
+    step.add_argument(
+        "--environments",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the environments of llama.cpp's builds for one instruction set, such as "
+        "llama-avx2 (default: those that `make llama` creates)",
+    )
 
 
 def run(args: argparse.Namespace, context: Context) -> int:
@@ -75,15 +101,19 @@ def run(args: argparse.Namespace, context: Context) -> int:
     if args.against is not None:
         return run_against(args, context)
     from outstride.bench import step
+    from outstride.bench.peers import bounds
     from outstride.bench.result import BenchResult
 
-    wanted = step.cases(args.nodes, args.cached, args.lengths, args.sequences)
+    nodes = args.nodes or list(step.NODES)
+    cached = step.CACHED if args.cached is None else args.cached
+    wanted = step.cases(nodes, cached, args.lengths, args.sequences)
     with context.load(args.model, args.device, args.weights) as llm:
         settings = {
             "model": llm.name,
             "fingerprint": llm.fingerprint,
-            "nodes": args.nodes,
-            "cached": args.cached,
+            "ours": bounds.our_build(llm),
+            "nodes": nodes,
+            "cached": cached,
             "lengths": args.lengths,
             "sequences": args.sequences,
             "repeat": args.repeat,
@@ -113,7 +143,8 @@ def _print(report: StepReport, result: BenchResult) -> None:
     machine, settings = result.machine, result.settings
     console.print(
         f"[bold]One pass of {settings['model']}[/bold]: median of {settings['repeat']}, in "
-        f"milliseconds, on {machine['accelerator'] or machine['cpu']}, {machine['cores']} cores"
+        f"milliseconds, on {machine['accelerator'] or machine['cpu']}, {machine['cores']} cores; "
+        f"{settings['ours']}"
     )
     headings = {
         "nodes": f"A chain of nodes after {settings['cached']} cached tokens",
@@ -154,43 +185,46 @@ def _print(report: StepReport, result: BenchResult) -> None:
 
 def run_against(args: argparse.Namespace, context: Context) -> int:
     """Measures passes and generation against llama.cpp."""
+    from dataclasses import asdict
+
     from outstride.bench import comparison_rows, host
-    from outstride.bench.peers import llama_cpp, llama_cpp_comparison, start
+    from outstride.bench.peers import bounds, llama_cpp, llama_cpp_comparison, start
     from outstride.bench.result import BenchResult
 
+    parts, sizes = _against_parts(args.only), _against_sizes(args)
     path = llama_cpp_comparison.gguf_of(args.model)
-    llama_cpp.library()  # a missing package is reported before a model is loaded
+    llama_cpp.library(args.environments)  # a missing build is reported before a model is loaded
     settings = {
         "model": args.model,
         "device": args.device,
         "weights": args.weights,
         "against": args.against,
         "file": path.name,
+        "parts": parts,
+        "sizes": asdict(sizes),
         "threads": comparison_rows.cores(),
         "repeat": args.repeat,
         "load average": start.load_average(),
     }
     result, report = BenchResult("against", settings), comparison_rows.PeerReport()
-    command = [sys.executable, "-m", "outstride.cli", "run", "Why is the sky blue?"]
-    command += [
-        "--model",
-        args.model,
-        "--device",
-        args.device,
-        "--weights",
-        args.weights,
-        "--max-tokens",
-        "1",
-    ]
-    started = start.start(command)  # before this process has a model of its own
+    started = start.start(_first_answer(args)) if "start" in parts else []
     with context.load(args.model, args.device, args.weights) as llm:
-        settings |= {"fingerprint": llm.fingerprint}
+        settings |= {"fingerprint": llm.fingerprint, "ours": bounds.our_build(llm)}
 
         def measure(progress: Any) -> None:
             llama_cpp_comparison.compare(
-                llm, path, repeat=args.repeat, report=report, progress=progress
+                llm,
+                path,
+                parts=parts,
+                repeat=args.repeat,
+                sizes=sizes,
+                environments=args.environments,
+                report=report,
+                progress=progress,
             )
-            report.rows += [*started, *host.host(llm)]
+            for row in started:
+                row.bound = row.bound if bounds.bounds_of(llm).start else None
+            report.rows += [*started, *(host.host(llm) if "host" in parts else ())]
             settings["load average at the end"] = start.load_average()
 
         return conduct(
@@ -201,6 +235,39 @@ def run_against(args: argparse.Namespace, context: Context) -> int:
             lambda: _print_rows(report, result),
             message="both engines in turns",
         )
+
+
+def _against_parts(text: str) -> list[str]:
+    """The parts of `--only`, or all of them."""
+    from outstride.bench.peers.llama_cpp_comparison import PARTS
+    from outstride.errors import InvalidParams
+
+    parts = text.replace(",", " ").split()
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise InvalidParams(f"there is no part {unknown[0]!r}; parts are {', '.join(PARTS)}")
+    return parts or list(PARTS)
+
+
+def _against_sizes(args: argparse.Namespace) -> Sizes:
+    """The sizes of the cases, with those of the command line."""
+    from dataclasses import replace
+
+    from outstride.bench.peers import llama_cpp_comparison
+
+    given: dict[str, Any] = {}
+    if args.cached is not None:
+        given["cached"] = args.cached
+    for name in ("nodes", "prompts"):
+        if listed := getattr(args, name):
+            given[name] = tuple(listed)
+    return replace(llama_cpp_comparison.Sizes(), **given)
+
+
+def _first_answer(args: argparse.Namespace) -> list[str]:
+    """A command that starts a process, loads the model and prints one token."""
+    command = [sys.executable, "-m", "outstride.cli", "run", "Why is the sky blue?"]
+    command += ["--model", args.model, "--device", args.device, "--weights", args.weights]
+    return [*command, "--max-tokens", "1"]
 
 
 def run_gpu(args: argparse.Namespace) -> int:
@@ -238,6 +305,14 @@ def _print_rows(report: PeerReport, result: BenchResult) -> None:
         f"average {settings['load average'][:1]} before, "
         f"{settings.get('load average at the end', [])[:1]} after"
     )
+    if "enabled" in report.peer:
+        console.print(
+            f"ours: {settings['ours'] or 'unknown'}; {settings['against']}: "
+            f"{report.peer['enabled'] or report.peer['build']}",
+            style="dim",
+            markup=False,
+            soft_wrap=True,
+        )
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for name in ("ours", "theirs", "", "ratio", "must be", ""):

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     with loaded(args, context) as llm:
         method = args.method
         chat = Chat(llm, method=method, params=params, system=args.system)
-        with screen.waiting("measuring pass costs (first time only)"):
+        with screen.waiting("loading what the method needs"):
             llm.prepare(method)
         if sys.stdin.isatty():
             with suppress(ImportError):

@@ -61,7 +61,7 @@ def add_weights_option(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="format of the weights: fp32, int8 or int4 on a CPU (int4 in groups of 32, LM head in "
         "int8), bf16 on a GPU (default auto: bf16 on a GPU; on a CPU int8 with the native kernels, "
-        "fp32 without)",
+        "or int4 for a 4-bit file on AVX2 without VNNI; fp32 without kernels)",
     )
 
 

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt = _prompt(text, args.system, raw=args.raw)
     with loaded(args, context) as llm:
-        with screen.waiting("measuring pass costs (first time only)"):
+        with screen.waiting("loading what the method needs"):
             llm.prepare(args.method)
         if args.json:
             _print_json(llm, prompt, params, args)

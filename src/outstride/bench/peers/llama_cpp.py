@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from outstride.bench import clock
+from outstride.bench.peer_environments import site_packages
+from outstride.bench.peers import build
 from outstride.bench.peers.peer import PeerSetup
 from outstride.bench.step import StepCase
 from outstride.core.graph import IntArray
@@ -30,14 +33,39 @@ SETTLE = 0.02
 """Seconds before a turn, in which the other engine's threads stop spinning."""
 
 
-def library() -> Any:
-    """llama-cpp-python, if it is installed."""
+def library(environments: Path | None = None) -> Any:
+    """llama-cpp-python, if it is installed: the build for the instruction set that is forced.
+
+    Such a build comes from an environment of its own. It is loaded into this process, so that its
+    passes are timed like ours; `environments` is the folder of those environments.
+    """
+    isa = build.forced_isa()
+    name = build.own_environment(isa)
+    folder = None if name is None else site_packages(name, environments)
+    if folder is not None and not (folder / PACKAGE).is_dir():
+        folder = None  # its build was interrupted
+    if name is not None and folder is None and build.this_machine(isa) != build.this_machine():
+        raise OutstrideError(
+            f"llama.cpp is not built for {isa}, which OUTSTRIDE_ISA forces; `make llama ISA={isa}` "
+            "builds it"
+        )
+    path = list(sys.path)
+    if folder is not None:
+        sys.path.insert(0, str(folder))
     try:
         return importlib.import_module(PACKAGE)
     except ImportError as error:
         raise OutstrideError(
             f"llama-cpp-python cannot be imported ({error}); `make bench` builds and installs it"
         ) from error
+    finally:
+        sys.path[:] = path
+
+
+def enabled(info: str) -> str:
+    """The instruction sets and features that a build has, from llama.cpp's description of itself."""
+    parts = (part.rpartition(":")[2].strip() for part in info.split("|"))
+    return " ".join(part.partition(" = ")[0] for part in parts if part.endswith(" = 1"))
 
 
 def _quiet(lib: Any) -> Any:
@@ -156,8 +184,17 @@ class LlamaContext:
 class LlamaCpp:
     """A model in llama.cpp, with one context for a long sequence and one for a batch of short ones."""
 
-    def __init__(self, path: Path, *, threads: int, long: int, short: int, sequences: int) -> None:
-        self._lib = lib = library()
+    def __init__(
+        self,
+        path: Path,
+        *,
+        threads: int,
+        long: int,
+        short: int,
+        sequences: int,
+        environments: Path | None = None,
+    ) -> None:
+        self._lib = lib = library(environments)
         self._quiet = _quiet(lib)
         lib.llama_backend_init()
         params = lib.llama_model_default_params()
@@ -183,9 +220,11 @@ class LlamaCpp:
     def describe(self) -> dict[str, Any]:
         """Its version and how it was built."""
         info = self._lib.llama_print_system_info()
+        text = info.decode() if isinstance(info, bytes) else str(info)
         return {
             "version": str(getattr(self._lib, "__version__", "unknown")),
-            "build": info.decode() if isinstance(info, bytes) else str(info),
+            "build": text,
+            "enabled": enabled(text),
             "batch": BATCH,
             "unified": self.batched.unified,
         }
@@ -269,6 +308,7 @@ class LlamaPeer:
             long=setup.max_length,
             short=setup.max_length,
             sequences=max(2, setup.max_batch),
+            environments=setup.environments,
         )
         self._passes = LlamaPasses(self._llama, setup.vocabulary, 0)
         self._longest = setup.max_length
@@ -294,7 +334,7 @@ class LlamaPeer:
 
 def open_all(setup: PeerSetup) -> list[LlamaPeer]:
     """Opens the one llama.cpp peer."""
-    library()
+    library(setup.environments)
     if setup.path.suffix != ".gguf":
         raise OutstrideError("llama.cpp reads GGUF files only")
     return [LlamaPeer(setup)]
