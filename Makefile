@@ -35,7 +35,12 @@ help: ## Say what can be made
 	@echo '                          two or three minutes; GSM8K=FILE HUMANEVAL=FILE add scores, and minutes'
 	@echo 'make peers                environments for vLLM and OpenVINO GenAI (about 3 GB), which `make bench`'
 	@echo '                          then runs too; what does not install here is left out'
+	@echo 'make bench-avx2           compare with llama.cpp on AVX2, both built for it; PROMPTS=FILE is a sample'
+	@echo '                          of Spec-Bench (without it, the shipped prompts)'
+	@echo 'make llama ISA=avx2       build llama.cpp for one instruction set alone'
+	@echo 'make wheel                build a wheel into dist/ and try it in an environment of its own'
 	@echo 'make sanitize             native tests under AddressSanitizer and UBSan'
+	@echo 'make arm                  ARM kernels, cross-compiled, against recorded calls under qemu'
 	@echo 'make format               rewrite the code in the project'"'"'s format'
 	@echo 'make lint | make types    one check alone'
 	@echo 'make clean                remove .venv and caches; downloaded models stay'
@@ -52,8 +57,13 @@ chat: $(VENV)/.run-stamp ## Talk to the model
 serve: $(VENV)/.run-stamp ## Serve the OpenAI API
 	@exec $(VENV)/bin/outstride serve $(ARGS)
 
+# Bytecode is kept: tests start many processes, and each would compile all sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Threads that spin while they wait bring a busy machine to a crawl: docs/experiments.md.
 test: export OMP_WAIT_POLICY ?= PASSIVE
+# Two workers on small models: a second thread of torch costs a fifth more CPU time and gains none.
+test: export OMP_NUM_THREADS ?= 1
 .PHONY: test
 test: $(VENV)/.test-stamp ## All checks, in the order in which they are likely to fail
 	$(VENV)/bin/ruff format --check .
@@ -82,7 +92,35 @@ sanitize: $(VENV)/.test-stamp ## Native tests under AddressSanitizer and UBSan
 	LD_PRELOAD="$$preload" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  OUTSTRIDE_KERNELS="$$folder/kernels.so" OUTSTRIDE_HOST="$$folder/kernels.so" OMP_WAIT_POLICY=PASSIVE \
 	  $(VENV)/bin/python -m pytest -p no:cacheprovider tests/ops/test_attention.py tests/ops/test_cpu.py tests/ops/test_cpu_int4.py \
+	  tests/models/test_stored.py \
 	  tests/ops/test_attention_metadata.py tests/ops/test_gemm.py tests/draft/test_tree_search.py $(ARGS)
+
+# Speed cannot be measured this way; bits can. `make test` runs this too, where the tools are.
+.PHONY: arm
+arm: $(VENV)/.test-stamp ## ARM kernels under qemu
+	@for tool in aarch64-linux-gnu-g++ qemu-aarch64-static; do \
+	  command -v $$tool >/dev/null || { \
+	    echo "$$tool is missing (Debian, Ubuntu: apt install g++-aarch64-linux-gnu qemu-user-static)" >&2; exit 1; }; \
+	done
+	$(VENV)/bin/pytest -v tests/ops/test_builds.py -k arm $(ARGS)
+
+# Old files in build/ would become part of the wheel. The environment that tries the wheel borrows the
+# dependencies of .venv, so that nothing is downloaded; the wheel is the only outstride that it has.
+.PHONY: wheel
+wheel: $(VENV)/.run-stamp ## A wheel in dist/, tried outside the source tree
+	rm -rf build dist
+	@$(PIP) 'setuptools>=77'
+	$(VENV)/bin/python -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation -w dist .
+	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; source=$$PWD; \
+	$(VENV)/bin/python -m venv "$$folder/venv"; \
+	"$$folder/venv/bin/python" -m pip --disable-pip-version-check install -q --no-deps --no-index dist/*.whl; \
+	packages=$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	own=$$("$$folder/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	echo "$$packages" > "$$own/dependencies.pth"; \
+	cp tests/wheel/try_wheel.py "$$folder"; cd "$$folder"; \
+	venv/bin/python try_wheel.py "$$source"; \
+	venv/bin/outstride run --method plain --max-tokens 8 -- 'Say hello.' > /dev/null
+	@ls -l dist
 
 .PHONY: format
 format: $(VENV)/.test-stamp ## Rewrite the code in the project's format
@@ -148,6 +186,34 @@ $(VENV)/.bench-stamp: $(VENV)/.test-stamp
 	CMAKE_ARGS="$$($(VENV)/bin/python -m outstride.bench.peers)" $(PIP) --no-binary llama-cpp-python '$(PEER)'; \
 	echo "built in $$((SECONDS - start)) s"
 	@touch $@
+
+# llama.cpp for one instruction set (avx2, avx-vnni, portable), in an environment of its own: the commands that
+# compare with llama.cpp take it where OUTSTRIDE_ISA forces that set. Nothing is built where it is there already.
+ISA ?= avx2
+.PHONY: llama
+llama: $(VENV)/peers/llama-$(ISA)/.built ## llama.cpp for one instruction set
+$(VENV)/peers/llama-%/.built: | $(VENV)/.test-stamp
+	@echo 'building llama.cpp for $* (first time only; minutes)'
+	@$(VENV)/bin/python -m venv --clear "$(@D)"
+	@CMAKE_ARGS="-DLLAVA_BUILD=OFF $$($(VENV)/bin/python -m outstride.bench.peers '$*')" "$(@D)/bin/python" -m pip \
+	  --disable-pip-version-check install -qq -c constraints.txt --no-binary llama-cpp-python '$(PEER)'
+	@touch $@
+
+# Every measure of the comparison with llama.cpp on AVX2, one after the other; BIG=FILE is a GGUF file of one
+# billion random weights (python -m outstride.bench.random_model), PROMPTS=FILE a sample of Spec-Bench.
+BIG ?= $(VENV)/random-1b.gguf
+AVX2 = OUTSTRIDE_ISA=avx2 $(VENV)/bin/outstride bench
+.PHONY: bench-avx2
+bench-avx2: $(VENV)/peers/llama-avx2/.built $(BIG) ## The comparison with llama.cpp on AVX2
+	$(AVX2) step --against llama.cpp --only 'passes sequences requests' --repeat 2 $(ARGS)
+	$(AVX2) step --against llama.cpp --only prompts --repeat 2 $(ARGS)
+	$(AVX2) step --against llama.cpp --only passes --repeat 3 --nodes 1,8 --model '$(BIG)' $(ARGS)
+	$(AVX2) decode --against llama.cpp --limit 24 $(if $(PROMPTS),--prompts '$(PROMPTS)') $(ARGS)
+	$(AVX2) start --repeat 3
+	$(AVX2) start --repeat 3 --model '$(BIG)' --tokens 8
+
+$(VENV)/random-1b.gguf: | $(VENV)/.test-stamp
+	$(VENV)/bin/python -m outstride.bench.random_model --out $@ --parameters 1b
 
 # Each engine in an environment of its own: vLLM pins torch, and what it brings is built for other processors
 # than the CPU build of torch beside it; it does without, for text.
