@@ -21,6 +21,7 @@ import pytest
 
 from outstride import registry
 from outstride.cli.app import main, parser
+from tests.source_tree import parsed
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -255,7 +256,7 @@ def class_table() -> str:
     for path in sorted(source.rglob("*.py")):
         place = path.relative_to(source)
         package = place.parts[0] if len(place.parts) > 1 else "outstride"
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 row = f"| `{node.name}` | {outside(first_sentence(node))} | `{place}` |"
                 packages.setdefault(package, []).append(row)

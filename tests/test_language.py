@@ -21,6 +21,7 @@ import pytest
 
 from outstride import registry
 from outstride.cli.app import parser
+from tests.source_tree import parsed
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "outstride"
@@ -259,7 +260,7 @@ def public_classes() -> dict[str, list[Path]]:
     """Public classes of the package at module level, and where each name is defined."""
     found: dict[str, list[Path]] = defaultdict(list)
     for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(path.relative_to(SOURCE))
     return found
@@ -282,7 +283,7 @@ def test_the_glossary_has_every_public_class() -> None:
 def contract_words() -> Iterator[str]:
     """Public members of the contracts: what a drafter, an acceptor, a model and a backend must know."""
     for name in ("core/contracts.py", "core/proposal.py", "core/view.py"):
-        for node in ast.parse((SOURCE / name).read_text()).body:
+        for node in parsed(SOURCE / name).body:
             if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
                 continue
             for member in node.body:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,6 +110,10 @@ def samples(spec: str) -> int:
     return 4 if spec.startswith("consensus") else 1
 
 
+SMALL: tuple[dict[str, Any], ...] = ({"nodes": 7}, {"pages": 26, "nodes": 24})
+"""Limits under which requests wait for each other and are preempted."""
+
+
 def corners(specs: list[str]) -> list[tuple[str, str]]:
     """Each method with every corner of the request contract; further options of it with every third.
 
@@ -122,11 +128,15 @@ def corners(specs: list[str]) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("spec", "sampling"), corners(EXACT))
-def test_exact_methods_equal_plain(spec: str, sampling: str) -> None:
-    params, prompts = SAMPLINGS[sampling], some_prompts(1, 6)
+@pytest.mark.parametrize(
+    ("spec", "sampling", "small"),
+    [(*corner, SMALL[i % len(SMALL)]) for i, corner in enumerate(corners(EXACT))],
+)
+def test_exact_methods_equal_plain(spec: str, sampling: str, small: dict[str, Any]) -> None:
+    """With ample space, and with one of the small limits: each method meets both of them."""
+    params, prompts = SAMPLINGS[sampling], some_prompts(1, 5)
     expected = [yardstick(prompt, params) for prompt in prompts]
-    for bench in (Bench(), Bench(nodes=7), Bench(pages=26, nodes=24)):
+    for bench in (Bench(), Bench(**small)):
         found = bench.run(prompts, registry.build(spec), params)
         assert [s.output for s in found] == expected
         for sequence in found:
@@ -139,7 +149,7 @@ def test_exact_methods_equal_plain(spec: str, sampling: str) -> None:
 def test_exact_methods_save_passes(spec: str, sampling: str) -> None:
     """A method that never accepts anything would pass the test of equality."""
     params = replace(SAMPLINGS[sampling], n=samples(spec))
-    leaders = Bench().run(some_prompts(4, 12), registry.build(spec), params)
+    leaders = Bench().run(some_prompts(4, 8), registry.build(spec), params)
     found = [sequence for leader in leaders for sequence in leader.group]
     assert sum(s.counts.accepted for s in found) > 0
     assert sum(s.counts.passes for s in found) < sum(s.counts.emitted for s in found)
@@ -190,11 +200,11 @@ def test_logprobs_are_those_of_the_raw_logits(spec: str) -> None:
         prompt_logprobs=2,
         frequency_penalty=0.5,
     )
-    for prompt in some_prompts(3, 5):
-        [sequence] = Bench(nodes=8).run([prompt], registry.build(spec), params)
+    prompts, score = some_prompts(3, 4), SamplingParams(max_tokens=1, prompt_logprobs=3)
+    found = Bench(nodes=8).run(prompts, registry.build(spec), params)
+    oracles = Bench().run([[*sequence.tokens, 1] for sequence in found], PLAIN, score)
+    for prompt, sequence, oracle in zip(prompts, found, oracles, strict=True):
         tokens = sequence.tokens
-        score = SamplingParams(max_tokens=1, prompt_logprobs=3)
-        [oracle] = Bench().run([[*tokens, 1]], PLAIN, score)
         for position in range(1, len(tokens)):
             expected = oracle.prompt_logprobs[position]
             if position < len(prompt):
@@ -204,20 +214,24 @@ def test_logprobs_are_those_of_the_raw_logits(spec: str) -> None:
                 assert sequence.logprobs[position][0][0] == tokens[position]
 
 
+FOUR = SamplingParams(max_tokens=30, temperature=0.9, seed=21, n=4)
+
+
+@cache
+def yardstick_samples() -> list[list[int]]:
+    """The samples of plain decoding, in order; computed once."""
+    [first] = Bench().run(some_prompts(5, 1, max_length=60), PLAIN, FOUR)
+    return [s.output for s in sorted(first.group, key=lambda s: s.index)]
+
+
 @pytest.mark.parametrize("spec", EXACT)
 def test_n_samples_are_n_requests(spec: str) -> None:
     """Samples share the prompt's pages and differ by their index."""
-    params = SamplingParams(max_tokens=30, temperature=0.9, seed=21, n=4)
-    prompt = some_prompts(5, 1, max_length=60)[0]
-    outputs = []
-    for method in (PLAIN, registry.build(spec)):
-        bench = Bench()
-        [first] = bench.run([prompt], method, params)
-        outputs.append([s.output for s in sorted(first.group, key=lambda s: s.index)])
-    assert len(outputs[0]) == 4
-    assert len({tuple(o) for o in outputs[0]}) == 4
-    assert outputs[0] == outputs[1]
-    assert outputs[0][0] == alone(prompt, SamplingParams(max_tokens=30, temperature=0.9, seed=21))
+    [prompt], expected = some_prompts(5, 1, max_length=60), yardstick_samples()
+    assert len({tuple(output) for output in expected}) == 4
+    assert expected[0] == yardstick(prompt, replace(FOUR, n=1))
+    [first] = Bench().run([prompt], registry.build(spec), FOUR)
+    assert [s.output for s in sorted(first.group, key=lambda s: s.index)] == expected
 
 
 def exact_distribution(
