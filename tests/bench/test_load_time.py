@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 from outstride.bench import load_time
+from outstride.bench.new_process import anonymous
 from outstride.errors import OutstrideError
 from tests.models.checkpoints import make, save
 
 
 def test_anonymous_memory_grows_with_what_is_written() -> None:
-    before = load_time.anonymous_bytes()
+    before = anonymous()
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     with mmap.mmap(-1, 8 << 20, flags=kind) as held:  # an array might get memory that was freed
         held.write(b"1" * (8 << 20))
-        assert load_time.anonymous_bytes() - before > 6 << 20
+        assert anonymous() - before > 6 << 20
 
 
 def test_a_first_start_and_a_later_one(tmp_path: Path) -> None:

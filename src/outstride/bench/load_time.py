@@ -1,7 +1,7 @@
 """How long a model takes to load, and how much memory, at its first start and at later ones.
 
 Every start is a process of its own. The first finds an empty cache directory and converts the weights;
-later ones read what it kept. Memory is anonymous memory (RssAnon in `/proc/self/status`), which the
+later ones read what it kept. Memory is anonymous memory (`new_process.anonymous`), which the
 system cannot give back as it can the pages of a mapped file; a thread samples it. The KV cache has few
 pages, so that it hardly counts.
 """
@@ -10,31 +10,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
+from outstride.bench.new_process import PeakMemory, anonymous
 from outstride.errors import OutstrideError
 from outstride.models.fetch import cache_dir
 
-MAX_FIRST_SECONDS, MAX_LATER_SECONDS, MAX_MEMORY_RATIO = 15.0, 2.0, 1.3
-"""Bounds for a 4-bit file of one billion weights on two cores."""
 _PAGES = 64
-_INTERVAL = 0.01
-
-
-def anonymous_bytes() -> int:
-    """Anonymous memory of this process."""
-    found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    if found is None:
-        raise OutstrideError("this system does not say how much anonymous memory a process has")
-    return int(found[1]) * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,29 +113,14 @@ def start(model: str, device: str, weights: str) -> StartSample:
     import outstride.models.converted  # noqa: F401
     from outstride import LLM
 
-    before, peak, done = anonymous_bytes(), 0, Event()
-
-    def sample() -> None:
-        nonlocal peak
-        while not done.wait(_INTERVAL):
-            peak = max(peak, anonymous_bytes())
-
-    sampler = Thread(target=sample, daemon=True)
-    sampler.start()
-    began, cpu = time.perf_counter(), time.process_time()
-    with LLM(model, device=device, weights=weights, pages=_PAGES) as llm:
+    before = anonymous()
+    with PeakMemory() as memory:
+        began, cpu = time.perf_counter(), time.process_time()
+        llm = LLM(model, device=device, weights=weights, pages=_PAGES)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-        done.set()
-        sampler.join()
-        final = anonymous_bytes()
-        return StartSample(
-            seconds,
-            cpu,
-            max(peak, final) - before,
-            final - before,
-            llm.weights,
-            llm.device,
-        )
+    with llm:
+        final = anonymous() - before
+        return StartSample(seconds, cpu, max(memory.growth, final), final, llm.weights, llm.device)
 
 
 if __name__ == "__main__":
