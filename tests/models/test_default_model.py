@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from outstride import LLM, SamplingParams
 from outstride.core.graph import NodeId, chain, tree
 from outstride.core.proposal import Wants
 from outstride.models.gguf_file import GgufFile, read_config, stored_model
@@ -111,3 +112,15 @@ def test_logits_of_transformers(prompt: list[int], whole: np.ndarray) -> None:
         right = model(torch.tensor([prompt])).logits[0].numpy()
     np.testing.assert_allclose(whole, right, rtol=1e-3, atol=1e-3)
     assert np.array_equal(whole.argmax(axis=1), right.argmax(axis=1))
+
+
+def test_the_shipped_draft_head_is_read_at_start_and_attached_by_auto() -> None:
+    """Until a method drafts with it, passes neither store hidden states for it nor write its KV."""
+    with LLM("smollm2", pages=64) as llm:
+        params = SamplingParams(max_tokens=12)
+        assert not llm.model.draft_heads
+        plain = llm.chat("What is the capital of France?", params, method="plain")
+        assert not llm.model.draft_heads
+        found = llm.chat("What is the capital of France?", params, method="auto")
+        assert [head.kind for head in llm.model.draft_heads.values()] == ["block-drafter"]
+    assert found[0].outputs[0].token_ids == plain[0].outputs[0].token_ids

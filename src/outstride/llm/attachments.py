@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ class Attachments:
         self._target = target
         self._pages, self._device, self._weights = pages, device, weights
         self._loading = threading.RLock()
+        self._read: dict[str, Callable[[str], None]] = {}
+        """Draft heads of the target that are read and not attached, by the folder's path."""
 
     def adapter(self, adapter: str | Path) -> None:
         """Attaches a diffusion adapter by its folder; `shipped` is the one of the package."""
@@ -86,6 +89,18 @@ class Attachments:
             )
         return key
 
+    def preload(self, kind: str) -> None:
+        """Reads the draft head of the package for this model, if there is one, and converts it.
+
+        A method attaches it when it needs it. Until then it costs memory, but no time in a pass.
+        """
+        from outstride.models import draft_heads
+
+        folder = self._folder(kind, "")
+        if folder is not None:
+            model, vocabulary = self._target.model, self._target.tokenizer.digest
+            self._read[str(folder.resolve())] = draft_heads.read(model, folder, vocabulary)
+
     def _has_masks(self, kind: str, name: str) -> bool:
         """Whether the target fills in masks by itself, so that it needs no adapter."""
         return kind == ADAPTER and not name and self._target.model.masked_spec is not None
@@ -105,9 +120,14 @@ class Attachments:
     def _attach(self, owner: str, key: str, folder: Path) -> None:
         from outstride.models import draft_heads
 
-        def attach(model: Any) -> None:
-            draft_heads.attach(model, key, folder, self._target.tokenizer.digest)
+        attach = self._read.pop(key, None) if owner == TARGET else None
+        if attach is None:
+            model: Any = self._engine.model(owner)
+            attach = draft_heads.read(model, folder, self._target.tokenizer.digest)
+
+        def update(model: Any) -> None:
+            attach(key)
             if owner != TARGET:  # methods look all filters up in the target
                 self._target.model.filters[key] = model.filters[key]
 
-        self._thread.call(lambda: self._engine.update_model(owner, attach))
+        self._thread.call(lambda: self._engine.update_model(owner, update))

@@ -117,6 +117,10 @@ class LLMBase:
         self._building = threading.RLock()
         self._compiler: GrammarCompiler | None = None
         registry.discover()
+        if self.device == "cpu" and self._autoregressive:
+            # `auto` drafts with it: the first answer would wait for it otherwise.
+            entry, options = registry.parse(AUTO)
+            self._attachments.preload(*entry.drafter.head_kinds(options)[:1])
         if adapter is not None:
             self.adapt(adapter)
 

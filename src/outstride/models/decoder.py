@@ -24,7 +24,7 @@ from outstride.core.proposal import Proposal, Scores
 from outstride.core.sequence import BlockTable
 from outstride.models import weights
 from outstride.models.config import DecoderConfig
-from outstride.ops.contract import HeadInput, HiddenStates, Ops, Span
+from outstride.ops.contract import HeadInput, HiddenStates, Ops, PackedHead, Span
 from outstride.ops.reference import Reference
 from outstride.ops.weights import (
     AdapterWeights,
@@ -163,16 +163,31 @@ class Decoder:
         """Adds embedding rows (masks, prompt tokens); returns the id of the first."""
         return self.vocab_size + self.ops.add_rows(weights.joined([rows]))
 
-    def attach_draft_head(self, name: str, head: DraftHead, weights: DraftHeadWeights) -> None:
-        """Attaches a draft head. It only drafts: no text depends on it."""
+    def pack_draft_head(self, weights: DraftHeadWeights) -> PackedHead:
+        """The slow part of `attach_draft_head`, for any thread, also while passes run."""
         aux_layers = (weights.layer,) if isinstance(weights, MedusaWeights) else weights.aux_layers
         if any(not 0 <= layer <= self.layers for layer in aux_layers):
             raise ValueError(f"it reads layers {aux_layers} of a model that has {self.layers}")
         listed = weights.vocabulary
         if not len(listed) or listed.min() < 0 or listed.max() >= self.vocab_size:
             raise ValueError(f"its vocabulary is not part of the model's {self.vocab_size} tokens")
+        return self.ops.draft_heads.pack(weights)
+
+    def attach_draft_head(
+        self,
+        name: str,
+        head: DraftHead,
+        weights: DraftHeadWeights,
+        packed: PackedHead | None = None,
+    ) -> None:
+        """Attaches a draft head. It only drafts: no text depends on it.
+
+        packed: what `pack_draft_head` made of the weights; None: it is made now.
+        """
+        if packed is None:
+            packed = self.pack_draft_head(weights)
         with self._busy:
-            placed = self.ops.draft_heads.attach(name, weights)
+            placed = self.ops.draft_heads.attach(name, packed)
             self._ranges[name] = placed.layers
             if head.autoregressive:
                 self._eagle_heads[placed.layers[0]] = name

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import math
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,6 +86,8 @@ def load(
     placements(device, weights)  # options that cannot be are refused before anything is downloaded
     path = locate(name)
     config, open_model, tokenizer = opened(path)
+    # Weights are read meanwhile; the first answer would wait for it otherwise.
+    threading.Thread(target=_prepare_chat, args=(tokenizer,), daemon=True).start()
     chosen = place(config, placements(device, weights, file_format_of(path, open_model)))
     masking = masked_spec_of(config.diffusion, tokenizer, config.vocab_size)
     if pages is None:
@@ -91,6 +95,14 @@ def load(
     model = _decoder(path, config, open_model, chosen, pages, features, masking)
     context = min(config.context, pages * PAGE_SIZE)
     return Loaded(model, tokenizer, name, context, path, model.ops.device, model.ops.weights)
+
+
+def _prepare_chat(tokenizer: Tokenizer) -> None:
+    """Works out what the first chat needs: the tokenizer's digest, and the compiled chat template."""
+    _ = tokenizer.digest
+    if tokenizer.chat_template is not None:
+        with suppress(Exception):  # the first chat reports what is wrong with it
+            tokenizer.chat([{"role": "user", "content": "?"}])
 
 
 def file_format_of(path: Path, open_model: OpenModel) -> str:

@@ -34,6 +34,8 @@ HiddenStates: TypeAlias = Any
 """Rows of hidden states, [rows, hidden_size], in the form that a backend keeps them in."""
 Batch: TypeAlias = Any
 """What a backend prepares once for a run of layers: spans, slots, attention metadata."""
+PackedHead: TypeAlias = Any
+"""A draft head in the form that a backend keeps it in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +114,22 @@ class DraftHeadOps(ABC):
         """Why this backend cannot run LoRA adapters, and what to do instead; None if it can."""
         return None
 
-    def attach(self, name: str, weights: DraftHeadWeights) -> HeadPlacement:
-        """Converts a draft head and makes room for its KV; raises UnsupportedModel if it cannot run it.
+    def pack(self, weights: DraftHeadWeights) -> PackedHead:
+        """Converts a draft head for `attach`; raises UnsupportedModel if the backend cannot run it.
+
+        This is the slow part. It changes nothing that a pass reads: any thread may do it beforehand.
+        """
+        if reason := self.unsupported_draft_head(weights):
+            raise UnsupportedModel(f"{self._name} cannot run this draft head: {reason}")
+        return self._pack(weights)
+
+    @abstractmethod
+    def attach(self, name: str, packed: PackedHead) -> HeadPlacement:
+        """Makes room for the KV of a packed draft head. From now on passes write it.
 
         A node of a proposal to Medusa heads goes through the head of its depth: its row of `hidden` is
         the state that the head reads, and its state after the head is `hidden[0]` of the scores.
         """
-        if reason := self.unsupported_draft_head(weights):
-            raise UnsupportedModel(f"{self._name} cannot run this draft head: {reason}")
-        return self._attach(name, weights)
 
     def attach_adapter(self, layers: Sequence[AdapterWeights]) -> None:
         """Takes a LoRA adapter, which is applied to the rows `Span.adapter_rows`.
@@ -132,9 +141,9 @@ class DraftHeadOps(ABC):
             raise UnsupportedModel(f"{self._name} cannot run LoRA adapters: {reason}")
         self._attach_adapter(layers)
 
-    @abstractmethod
-    def _attach(self, name: str, weights: DraftHeadWeights) -> HeadPlacement:
-        """Attaches a draft head that is supported."""
+    def _pack(self, weights: DraftHeadWeights) -> PackedHead:
+        """Converts a draft head that is supported; by default `attach` does all of it."""
+        return weights
 
     def _attach_adapter(self, layers: Sequence[AdapterWeights]) -> None:
         """Attaches an adapter; backends that support adapters override it."""

@@ -12,7 +12,7 @@ import torch
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.proposal import Scores
 from outstride.ops.arithmetic import linear, pad, ranked, rms_norm
-from outstride.ops.contract import DraftHeadOps, HeadInput, HeadPlacement, Span
+from outstride.ops.contract import DraftHeadOps, HeadInput, HeadPlacement, PackedHead, Span
 from outstride.ops.eagle_layer import previous_slots
 from outstride.ops.medusa_heads import PackedMedusa
 from outstride.ops.reference_memory import zeros
@@ -72,7 +72,8 @@ class ReferenceDraftHeads(DraftHeadOps):
         self._medusas: dict[str, PackedMedusa[torch.Tensor]] = {}
         self._gemm = ReferenceGemm()
 
-    def _attach(self, name: str, weights: DraftHeadWeights) -> HeadPlacement:
+    def attach(self, name: str, packed: PackedHead) -> HeadPlacement:
+        weights: DraftHeadWeights = packed
         backend, cache = self._backend, self._backend.cache
         if isinstance(weights, MedusaWeights):
             cache.store_layers((weights.layer,))

@@ -8,9 +8,10 @@ its tensors are a file format: they stay as they are, whatever the code calls th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,16 +29,29 @@ from outstride.models.draft_heads import (
 )
 from outstride.models.draft_heads.folder import check, read_config, read_tensors
 
-KINDS: dict[str, Callable[[Decoder, str, Mapping[str, Any], Mapping[str, torch.Tensor]], None]] = {
-    "block-drafter": block_drafter.attach,
-    "diffusion-adapter": diffusion_adapter.attach,
-    "heads": heads.attach,
-    "prompt-tokens": prompt_tokens.attach,
-    "unmask-filter": unmask_filter.attach,
-    "accept-head": accept_head.attach,
-    "judge": accept_head.attach,
+About: TypeAlias = Mapping[str, Any]
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
+Attach: TypeAlias = Callable[[str], None]
+"""Attaches what was read, under a name."""
+
+
+def _all_at_once(
+    attach: Callable[[Decoder, str, About, Tensors], None],
+) -> Callable[[Decoder, About, Tensors], Attach]:
+    """For what needs no preparation: everything happens when it is attached."""
+    return lambda model, about, tensors: lambda name: attach(model, name, about, tensors)
+
+
+KINDS: dict[str, Callable[[Decoder, About, Tensors], Attach]] = {
+    "block-drafter": block_drafter.read,
+    "diffusion-adapter": _all_at_once(diffusion_adapter.attach),
+    "heads": _all_at_once(heads.attach),
+    "prompt-tokens": _all_at_once(prompt_tokens.attach),
+    "unmask-filter": _all_at_once(unmask_filter.attach),
+    "accept-head": _all_at_once(accept_head.attach),
+    "judge": _all_at_once(accept_head.attach),
 }
-"""What attaches the results of each of our training recipes."""
+"""What reads the results of each of our training recipes."""
 
 
 def shipped(config: DecoderConfig, vocabulary: str, kind: str) -> Path | None:
@@ -54,23 +68,40 @@ def shipped(config: DecoderConfig, vocabulary: str, kind: str) -> Path | None:
 
 
 def attach(model: Decoder, name: str, folder: Path, vocabulary: str = "") -> None:
-    """Attaches what is in a folder to a model, under a name.
+    """Attaches what is in a folder to a model, under a name; see `read`."""
+    read(model, folder, vocabulary)(name)
 
+
+def read(model: Decoder, folder: Path, vocabulary: str = "") -> Attach:
+    """Reads a folder and converts its tensors; the result attaches them to the model.
+
+    Reading changes nothing that a pass uses, so passes may run meanwhile; attaching does.
     vocabulary: names the model's vocabulary; a folder that was made for another one is refused.
     """
     about = read_config(folder)
     if "outstride" not in about:
-        published.attach(model, name, folder, about)
-        return
+        return published.read(model, folder, about)
     if about["outstride"] not in KINDS:
         raise UnsupportedModel(
             f"{folder} was made by {about['outstride']!r}; supported are {', '.join(KINDS)}"
         )
     check(model.config, about.get("target", {}), folder, vocabulary)
+    with _complete(folder, about["outstride"]):
+        attach = KINDS[about["outstride"]](model, about, read_tensors(folder))
+
+    def attach_checked(name: str) -> None:
+        with _complete(folder, about["outstride"]):
+            attach(name)
+
+    return attach_checked
+
+
+@contextmanager
+def _complete(folder: Path, kind: str) -> Iterator[None]:
+    """Turns errors about what is missing into one that says what to do."""
     try:
-        KINDS[about["outstride"]](model, name, about, read_tensors(folder))
+        yield
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CorruptModel(
-            f"{folder} is not a complete {about['outstride']}: {error!r}; train it again, or copy it "
-            "again"
+            f"{folder} is not a complete {kind}: {error!r}; train it again, or copy it again"
         ) from error

@@ -40,8 +40,8 @@ class TrackedTensors(dict[str, torch.Tensor]):
         return super().__getitem__(name)
 
 
-def attach(model: Decoder, name: str, folder: Path, about: Mapping[str, Any]) -> None:
-    """Attaches a published drafter; a tensor that is not used is an error."""
+def read(model: Decoder, folder: Path, about: Mapping[str, Any]) -> Callable[[str], None]:
+    """A published drafter; the result attaches it under a name. An unused tensor is an error."""
     found = read_tensors(folder)
     tensors = TrackedTensors(
         {key: tensor for key, tensor in found.items() if not key.endswith("rotary_emb.inv_freq")}
@@ -52,7 +52,8 @@ def attach(model: Decoder, name: str, folder: Path, about: Mapping[str, Any]) ->
         raise CorruptModel(
             f"the tensor {sorted(unused)[0]!r} in {folder} has no place in the draft head"
         )
-    model.attach_draft_head(name, head, weights)
+    packed = model.pack_draft_head(weights)
+    return lambda name: model.attach_draft_head(name, head, weights, packed)
 
 
 def _format(folder: Path, about: Mapping[str, Any], tensors: Tensors) -> Read:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -10,7 +10,13 @@ import torch
 from outstride.core.graph import FloatArray, IntArray
 from outstride.ops.cpu.int8 import Int8Matrix, rounded
 from outstride.ops.cpu.runtime import ExtraLayers, Runtime
-from outstride.ops.cpu.weights import into_huge_pages, matrices_of, pack_layer, padded
+from outstride.ops.cpu.weights import (
+    PackedLayerWeights,
+    into_huge_pages,
+    matrices_of,
+    pack_layer,
+    padded,
+)
 from outstride.ops.weights import BlockDrafterWeights, EagleWeights, LayerWeights, ModelShape
 
 
@@ -48,7 +54,7 @@ def pack_lm_head(weights: BlockDrafterWeights | EagleWeights, runtime: Runtime) 
 
 @dataclass(slots=True)
 class PackedBlockDrafter:
-    """A block drafter, its layers attached to the runtime."""
+    """A block drafter; its layers are part of the runtime once it is attached."""
 
     aux_layers: tuple[int, ...]
     depth: int
@@ -57,15 +63,19 @@ class PackedBlockDrafter:
     """[depth]"""
     fusion: Int8Matrix
     """[hidden, depth]"""
-    extra: ExtraLayers
+    layers: list[PackedLayerWeights]
+    window: int | None
+    kv_norm: FloatArray
+    """[width]"""
     norm: FloatArray
     """[width]"""
     lm_head: Int8Matrix
     vocabulary: IntArray
     """[tokens]"""
+    extra: ExtraLayers = field(init=False)
 
     @classmethod
-    def attach(cls, weights: BlockDrafterWeights, runtime: Runtime) -> PackedBlockDrafter:
+    def pack(cls, weights: BlockDrafterWeights, runtime: Runtime) -> PackedBlockDrafter:
         """From float32."""
         shape, width = runtime.shape, runtime.width
         depth = rounded(len(weights.aux_layers) * shape.hidden_size, 32)
@@ -74,15 +84,20 @@ class PackedBlockDrafter:
         layers = [pack_layer(shape, with_padded_mlp(layer, shape), 8) for layer in weights.layers]
         shared = lm_head is runtime.weights.vocabulary
         into_huge_pages([fusion, *matrices_of(layers), *([] if shared else [lm_head])])
-        runtime.store_layers(weights.aux_layers)
-        kv_norm = padded(weights.fusion_norm, width)
         return cls(
             aux_layers=weights.aux_layers,
             depth=depth,
             aux_norm=padded(weights.aux_norm, depth),
             fusion=fusion,
-            extra=runtime.add_layers(layers, weights.window, depth, kv_norm),
+            layers=layers,
+            window=weights.window,
+            kv_norm=padded(weights.fusion_norm, width),
             norm=padded(weights.norm, width),
             lm_head=lm_head,
             vocabulary=np.asarray(weights.vocabulary, dtype=np.int64),
         )
+
+    def attach(self, runtime: Runtime) -> None:
+        """Adds the layers to the runtime, which stores the hidden states that they read from now on."""
+        runtime.store_layers(self.aux_layers)
+        self.extra = runtime.add_layers(self.layers, self.window, self.depth, self.kv_norm)

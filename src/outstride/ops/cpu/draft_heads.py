@@ -11,7 +11,7 @@ from outstride.core.contracts import PassInput
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.host_library import address
 from outstride.core.proposal import Scores
-from outstride.ops.contract import DraftHeadOps, HeadInput, HeadPlacement, Span
+from outstride.ops.contract import DraftHeadOps, HeadInput, HeadPlacement, PackedHead, Span
 from outstride.ops.cpu import native
 from outstride.ops.cpu.draft_head_weights import PackedBlockDrafter, too_wide
 from outstride.ops.cpu.eagle_layer import PackedEagle
@@ -57,17 +57,23 @@ class CpuDraftHeads(DraftHeadOps):
             return f"its RoPE frequencies are not the model's; {FP32}"
         return None
 
-    def _attach(self, name: str, weights: DraftHeadWeights) -> HeadPlacement:
-        if isinstance(weights, MedusaWeights):
-            return self._attach_medusa(name, weights)
-        if isinstance(weights, EagleWeights):
-            eagle = PackedEagle.attach(weights, self._runtime, self._gemm, self._embedding)
+    def _pack(self, weights: DraftHeadWeights) -> PackedHead:
+        if isinstance(weights, BlockDrafterWeights):
+            return PackedBlockDrafter.pack(weights, self._runtime)
+        return weights
+
+    def attach(self, name: str, packed: PackedHead) -> HeadPlacement:
+        if isinstance(packed, MedusaWeights):
+            return self._attach_medusa(name, packed)
+        if isinstance(packed, EagleWeights):
+            eagle = PackedEagle.attach(packed, self._runtime, self._gemm, self._embedding)
             self._eagles[name] = eagle
             extra = eagle.extra
             self.eagle_layers[extra.first] = name
         else:
-            self._blocks[name] = block = PackedBlockDrafter.attach(weights, self._runtime)
-            extra = block.extra
+            packed.attach(self._runtime)
+            self._blocks[name] = packed
+            extra = packed.extra
         return HeadPlacement((extra.first, extra.first + len(extra.layers)))
 
     def _attach_medusa(self, name: str, weights: MedusaWeights) -> HeadPlacement:

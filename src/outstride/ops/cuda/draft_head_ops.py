@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outstride.errors import UnsupportedModel
-from outstride.ops.contract import Batch, DraftHeadOps, HeadPlacement
+from outstride.ops.contract import Batch, DraftHeadOps, HeadPlacement, PackedHead
 from outstride.ops.weights import BlockDrafterWeights, DraftHeadWeights, ModelShape
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ class CudaDraftHeads(DraftHeadOps):
     def unsupported_adapter(self) -> str | None:
         return f"LoRA adapters do not run on a GPU yet; {OTHERWISE}"
 
-    def _attach(self, name: str, weights: DraftHeadWeights) -> HeadPlacement:
+    def attach(self, name: str, packed: PackedHead) -> HeadPlacement:
+        weights: DraftHeadWeights = packed
         from outstride.ops.cuda.draft_heads import CudaDraftHead  # needs Triton
 
         assert isinstance(weights, BlockDrafterWeights)
