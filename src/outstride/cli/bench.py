@@ -9,7 +9,6 @@ from outstride.cli import (
     bench_all,
     bench_checks,
     bench_decode,
-    bench_load_time,
     bench_peers,
     bench_quality,
     bench_regress,
@@ -28,7 +27,6 @@ KINDS = (
     parallel,
     bench_quality,
     bench_checks,
-    bench_load_time,
     bench_all,
     bench_regress,
 )

@@ -21,8 +21,8 @@ def add(kinds: Any) -> None:
         help="loading and first answers of new processes",
         description="Starts processes that load a model and answer one prompt twice. The first "
         "finds an empty cache folder: it converts the weights and has no cost curve. The later ones "
-        "find both. Shows seconds of LLM(), memory of the first load, and how much longer the first "
-        "answer takes than the second. The last line is one JSON object.",
+        "find both. Shows seconds of imports and of LLM(), memory of the first load, and how much "
+        "longer the first answer takes than the second. The last line is one JSON object.",
         allow_abbrev=False,
     )
     parser.add_argument(
