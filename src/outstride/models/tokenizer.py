@@ -169,7 +169,7 @@ class Tokenizer:
         copy.encode_special_tokens = True
         return copy
 
-    @cached_property
+    @property
     def _template(self) -> Any:
         return _compile(self.chat_template or "")
 
@@ -344,6 +344,7 @@ def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
+@lru_cache(maxsize=8)  # kept here, because a tokenizer that holds it could not be pickled
 def _compile(source: str) -> Any:
     """A chat template in a sandbox, with the helpers that templates expect."""
     from datetime import datetime
