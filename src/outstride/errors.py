@@ -4,6 +4,7 @@ OutstrideError
 ├── ModelError                the model cannot be loaded
 │   ├── ModelNotFound         no such file, folder, alias or hub id
 │   ├── UnsupportedModel      an architecture or format that is not implemented
+│   │   └── UnknownArchitecture  an architecture without a native family
 │   ├── CorruptModel          cut-off file, missing or unused tensors, wrong checksum
 │   └── DownloadFailed        the network failed; another attempt resumes
 ├── RequestError              one request is wrong; others are not affected
@@ -11,6 +12,7 @@ OutstrideError
 │   ├── InvalidPrompt         empty, or longer than the context
 │   ├── InvalidGrammar        a schema or grammar that cannot be read or followed
 │   ├── UnknownMethod         no method of that name, or an option it does not have
+│   ├── UnknownAdapter        no LoRA adapter of that name
 │   ├── VocabularyMismatch    a draft model with another vocabulary
 │   └── OutOfMemory           the request alone needs more cache than there is
 ├── InvalidData               a corpus or draft head that is damaged or of another model
@@ -35,6 +37,10 @@ class ModelNotFound(ModelError):
 
 class UnsupportedModel(ModelError):
     """The file is valid, but its architecture or format is not implemented."""
+
+
+class UnknownArchitecture(UnsupportedModel):
+    """There is no native family for the architecture; transformers may run it (`models.bridge`)."""
 
 
 class CorruptModel(ModelError):
@@ -63,6 +69,10 @@ class InvalidGrammar(RequestError):
 
 class UnknownMethod(RequestError):
     """No such method, or no such option of it."""
+
+
+class UnknownAdapter(RequestError):
+    """No LoRA adapter of that name is loaded."""
 
 
 class VocabularyMismatch(RequestError):

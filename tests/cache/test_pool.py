@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 from outstride.cache.pool import Moves, PagePool
+from outstride.core.contracts import AttentionPattern
+from outstride.core.prefix_key import PrefixKey
 from outstride.core.sequence import BlockTable
 from outstride.errors import IntegrityError
+
+BLOCKS = PrefixKey(pattern=AttentionPattern(4))
 
 
 class Store:
@@ -139,12 +143,16 @@ def test_stale_kv_stays_until_its_position_is_computed_again() -> None:
 def test_block_models_reuse_whole_blocks_only() -> None:
     pool = PagePool(16, 2)
     store, tokens = Store(pool), list(range(20, 30))
-    table = pool.open(tokens, block=4)
+    table = pool.open(tokens, BLOCKS)
     store.extend(table, tokens)
-    pool.publish(table, tokens, block=4)
-    assert len(pool.open(tokens, block=4)) == 8
-    assert len(pool.open(tokens[:8], block=4)) == 4
-    assert len(pool.open(tokens)) == len(pool.open(tokens, block=2)) == 0, "read in another way"
+    pool.publish(table, tokens, BLOCKS)
+    assert len(pool.open(tokens, BLOCKS)) == 8
+    assert len(pool.open(tokens[:8], BLOCKS)) == 4
+    assert (
+        len(pool.open(tokens))
+        == len(pool.open(tokens, PrefixKey(pattern=AttentionPattern(2))))
+        == 0
+    ), "read in another way"
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -56,10 +56,17 @@ class Bench:
     """The assumed cost of a pass: a measured curve would differ from run to run."""
     shake: int = 0
     """Every this many steps one sequence loses all its pages; 0: never."""
+    adapters: Seq[str] = ()
+    """LoRA adapters of the target."""
     steps: int = 0
 
     def __post_init__(self) -> None:
-        self.target = Toy(pages=self.pages, attention_pattern=self.vision, masking=self.masking)
+        self.target = Toy(
+            pages=self.pages,
+            attention_pattern=self.vision,
+            masking=self.masking,
+            adapters=self.adapters,
+        )
         draft = Toy(accent=1, pages=self.draft_pages or self.pages)
         self.toys: dict[str, Toy] = {"target": self.target, "draft": draft}
         self.engine = Engine(
@@ -94,7 +101,8 @@ class Bench:
             known = {**dict(enumerate(sequence.tokens)), **sequence.canvas}
             for name, table in sequence.tables.items():
                 vision = self.engine.attention_pattern(name, sequence.method.drafter)
-                self.toys[name].check(table, known, vision.block)
+                adapter = sequence.params.adapter if name == "target" else ""
+                self.toys[name].check(table, known, vision.block, adapter)
 
     def _collect(self, finished: list[SequenceProgress]) -> None:
         for progress in finished:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from outstride import registry
-from outstride.core.contracts import AttentionPattern, MaskedSpec, PassInput
+from outstride.core.contracts import CAUSAL, AttentionPattern, MaskedSpec, PassInput
 from outstride.core.graph import BoolArray, FloatArray, NodeId, block, chain
 from outstride.core.params import SamplingParams
 from outstride.core.proposal import Proposal, Scores, Verdict, Wants
@@ -266,7 +266,9 @@ def test_prefixes_do_not_know_their_attention_pattern(monkeypatch: pytest.Monkey
     from outstride.cache.prefix import PrefixTree
 
     original = PrefixTree._root
-    monkeypatch.setattr(PrefixTree, "_root", lambda self, key: original(self, (key[0], None)))
+    monkeypatch.setattr(
+        PrefixTree, "_root", lambda self, key: original(self, replace(key, pattern=CAUSAL))
+    )
     bench = Bench(vision=AttentionPattern(4), masking=MaskedSpec(MASK, 4, False, True), pages=200)
     prompt = [1 + i % 23 for i in range(45)]
     bench.run([prompt], registry.build("plain"), ENDLESS)

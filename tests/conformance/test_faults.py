@@ -13,10 +13,13 @@ from outstride import registry
 from outstride.accept.match import Match
 from outstride.cache.pool import Moves, PagePool
 from outstride.core.graph import NodeId
+from outstride.core.params import SamplingParams
+from outstride.core.prefix_key import PrefixKey
 from outstride.core.proposal import Proposal, Scores, Verdict
 from outstride.core.sequence import Sequence, View
 from outstride.engine import logits_processors
-from outstride.errors import IntegrityError
+from outstride.engine.model_runner import ModelRunner
+from outstride.errors import IntegrityError, UnknownAdapter
 from outstride.models.toy import Toy
 from tests.conformance.harness import SAMPLINGS, Bench, alone, some_prompts, toy_method
 
@@ -123,3 +126,69 @@ def test_salts_keep_prefixes_apart() -> None:
     for salt, expected in (("a", False), ("a", True), ("b", False), ("", False)):
         [sequence] = bench.run([prompt], registry.build("plain"), params, salt=salt)
         assert (sequence.counts.reused > 0) is expected
+
+
+ADAPTERS = ("french", "legal")
+
+
+def with_adapters() -> list[SamplingParams]:
+    """The same request without an adapter and with each."""
+    return [replace(SAMPLINGS["sampled"], adapter=name) for name in ("", *ADAPTERS)]
+
+
+def shared_under_each_key() -> list[list[int]]:
+    """One prompt, one after the other: with each adapter, by two tenants, twice each."""
+    bench, found = Bench(adapters=ADAPTERS), []
+    prompt = some_prompts(2, 1, max_length=60)[0] * 2
+    suffix = registry.build("suffix")
+    for tenant in ("a", "b"):
+        texts: set[tuple[int, ...]] = set()
+        for params in with_adapters():
+            for again in (False, True):
+                [sequence] = bench.run([prompt], suffix, params, salt=tenant)
+                assert (sequence.counts.reused > 0) is again, "a prefix of another key was used"
+                assert (sequence.counts.accepted > 0) >= again
+                found.append(sequence.output)
+            texts.add(tuple(sequence.output))
+        assert len(texts) == 3, "an adapter changes the text"
+    return found
+
+
+def test_requests_share_prefixes_under_equal_keys_only() -> None:
+    texts = shared_under_each_key()
+    prompt = some_prompts(2, 1, max_length=60)[0] * 2
+    expected = [alone(prompt, params, adapters=ADAPTERS) for params in with_adapters()]
+    assert texts == [text for text in expected for _ in range(2)] * 2
+
+
+@pytest.mark.parametrize("field", ["adapter", "tenant"])
+def test_a_field_is_left_out_of_the_prefix_key(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ModelRunner.target_key
+
+    def target_key(self: ModelRunner, *args: Any) -> PrefixKey:
+        without: dict[str, Any] = {field: ""}
+        return replace(original(self, *args), **without)
+
+    monkeypatch.setattr(ModelRunner, "target_key", target_key)
+    with noticed():
+        shared_under_each_key()
+
+
+def test_memories_are_kept_apart_by_the_whole_key() -> None:
+    """What a drafter learns with one adapter, or for one tenant, drafts for no other."""
+    bench, prompt = Bench(adapters=ADAPTERS), [1, 2, 3]
+    recycle = registry.build("recycle")
+    for tenant in ("a", "b"):
+        for params in with_adapters():
+            [first] = bench.run([prompt], recycle, replace(params, max_tokens=2), salt=tenant)
+            assert first.counts.proposed == 0, "it drafts from what another key has learned"
+            [again] = bench.run([prompt], recycle, replace(params, max_tokens=2), salt=tenant)
+            assert again.counts.proposed > 0
+
+
+def test_an_unknown_adapter_is_refused_by_name() -> None:
+    params = replace(SAMPLINGS["greedy"], adapter="frehcn")
+    with pytest.raises(UnknownAdapter, match=r"no adapter 'frehcn'; loaded are french, legal"):
+        Bench(adapters=ADAPTERS).run([[1]], registry.build("plain"), params)
+    with pytest.raises(UnknownAdapter, match="load one with"):
+        Bench().run([[1]], registry.build("plain"), params)

@@ -144,6 +144,25 @@ def test_exact_methods_equal_plain(spec: str, sampling: str, small: dict[str, An
             assert [p.token for p in sequence.trace] == sequence.output
 
 
+@cache
+def text_with_adapter(number: int, adapter: str) -> list[int]:
+    """The text of plain decoding alone with an adapter."""
+    params = replace(SAMPLINGS["sampled"], adapter=adapter)
+    return alone(some_prompts(1, 6)[number], params, adapters=("french", "legal"))
+
+
+@pytest.mark.parametrize("spec", EXACT)
+def test_exact_methods_equal_plain_with_adapters(spec: str) -> None:
+    """Requests with different LoRA adapters and without one, in one batch, with preemptions."""
+    names = ("", "french", "legal", "french", "", "legal")
+    prompts = some_prompts(1, 6)
+    params = [replace(SAMPLINGS["sampled"], adapter=name) for name in names]
+    bench = Bench(adapters=("french", "legal"), pages=120, nodes=40, shake=5)
+    found = bench.run(prompts, registry.build(spec), params)
+    expected = [text_with_adapter(i, name) for i, name in enumerate(names)]
+    assert [sequence.output for sequence in found] == expected
+
+
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 @pytest.mark.parametrize("spec", [s for s in EXACT if s != "plain"])
 def test_exact_methods_save_passes(spec: str, sampling: str) -> None:

@@ -14,6 +14,7 @@ from outstride import registry
 from outstride.core.contracts import FULL, AttentionPattern, MaskedSpec
 from outstride.core.graph import FloatArray, block
 from outstride.core.params import SamplingParams
+from outstride.core.prefix_key import PrefixKey
 from outstride.core.proposal import Proposal, Verdict, Wants
 from outstride.core.sampling import GREEDY
 from outstride.core.scoring import select
@@ -46,7 +47,7 @@ def sequence(length: int, method: Any, canvas: Mapping[int, int], state: Any) ->
         seed=3,
         method=method,
         limit=len(PROMPT) + length,
-        block=FULL.block,
+        key=PrefixKey(pattern=FULL),
     )
     line.canvas, line.state = dict(canvas), state
     return line

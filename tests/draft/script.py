@@ -11,6 +11,7 @@ from outstride.core.contracts import CAUSAL, Drafter
 from outstride.core.draft_tree import DraftTree
 from outstride.core.graph import NodeId
 from outstride.core.params import SamplingParams
+from outstride.core.prefix_key import PrefixKey
 from outstride.core.proposal import Proposal, Scores, Verdict
 from outstride.core.sequence import BlockTable, Sequence, View
 
@@ -45,7 +46,7 @@ class Script:
             seed=0,
             method=registry.build("plain"),
             limit=len(prompt) + len(answer),
-            salt=salt,
+            key=PrefixKey(tenant=salt),
         )
         self.sequence.group.append(self.sequence)
         self.passes = 0

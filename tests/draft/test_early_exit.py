@@ -6,6 +6,7 @@ import pytest
 
 from outstride import registry
 from outstride.core.draft_tree import AcceptanceEstimator
+from outstride.core.prefix_key import PrefixKey
 from outstride.core.sequence import View
 from outstride.draft.early_exit import RETRY, EarlyExit, _key
 from outstride.errors import UnknownMethod
@@ -65,11 +66,11 @@ def test_acceptance_is_tracked_per_exit() -> None:
     method = registry.build("early-exit")
     found = bench.run(some_prompts(6, 8), method, SAMPLINGS["endless"])
     assert isinstance(method.drafter, EarlyExit)
-    tracked = method.drafter._rates.of("").rate(_key(1), 0.5)
+    tracked = method.drafter._rates.of(found[0].key).rate(_key(1), 0.5)
     accepted = sum(s.counts.accepted for s in found)
     assert 0.02 < tracked < 0.98
     assert accepted > 0
-    other = method.drafter._rates.of("another tenant").rate(_key(1), 0.5)
+    other = method.drafter._rates.of(PrefixKey(tenant="another")).rate(_key(1), 0.5)
     assert other == 0.5
 
 

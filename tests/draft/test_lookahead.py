@@ -6,6 +6,7 @@ import pytest
 
 from outstride import registry
 from outstride.core.graph import NodeId
+from outstride.core.prefix_key import ANY, PrefixKey
 from outstride.core.proposal import Proposal, Scores, Verdict
 from outstride.core.sequence import View
 from outstride.draft.lookahead import Lookahead, NGramPool, Rows
@@ -35,7 +36,7 @@ def test_the_window_is_one_graph_with_the_runs() -> None:
     rows, end = script.sequence.state, script.view.end
     assert len(rows) == 3
     assert all(len(row) == 3 for row in rows)
-    drafter._pools.of("").add((script.sequence.tokens[-1], 501, 502, 503))
+    drafter._pools.of(ANY).add((script.sequence.tokens[-1], 501, 502, 503))
     proposal = script.step()
     graph = proposal.graph
     assert int(graph.probes.sum()) == 6
@@ -91,7 +92,7 @@ def test_every_run_in_the_pool_was_predicted_by_the_target() -> None:
     """A column is as long as the level: its last token is the target's, the others were its input."""
     drafter = Lookahead(window=4, level=3, branches=3)
     Script(drafter, [1, 2, 7], chain_of(7, 30), candidates=follow).run()
-    pool = drafter._pools.of("")
+    pool = drafter._pools.of(ANY)
     assert len(pool) > 0
     for first in pool._runs:
         for run in pool.after(first, 9):
@@ -105,13 +106,13 @@ def test_runs_along_rejected_guesses_are_drafted_last() -> None:
         script = Script(drafter, [1, 2, 7], chain_of(7, 30), candidates=follow)
         for _ in range(4):
             script.step()
-        spares = drafter._spares.of("")
+        spares = drafter._spares.of(ANY)
         assert (len(spares) > 0) == recycle
         last = script.sequence.tokens[-1]
         spares.add((last, 901, 902))
         assert ([901, 902] in paths(script.draft())) == recycle
         for second in (801, 802):
-            drafter._pools.of("").add((last, second, second + 50))
+            drafter._pools.of(ANY).add((last, second, second + 50))
         assert 901 not in script.draft().tokens, "there are better ones now"
 
 
@@ -159,8 +160,8 @@ def test_the_pool_is_bounded_and_forgets_the_oldest() -> None:
 def test_tenants_are_apart() -> None:
     drafter = Lookahead(retrieve=True)
     Script(drafter, [1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11], salt="a").run()
-    assert len(drafter._pools.of("a")) > 0
-    assert len(drafter._pools.of("b")) == 0
+    assert len(drafter._pools.of(PrefixKey(tenant="a"))) > 0
+    assert len(drafter._pools.of(PrefixKey(tenant="b"))) == 0
 
 
 def test_the_root_is_no_probe() -> None:

@@ -8,6 +8,7 @@ import pytest
 from outstride import registry
 from outstride.core.graph import tree
 from outstride.core.params import SamplingParams
+from outstride.core.prefix_key import ANY
 from outstride.core.proposal import Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import View
 from outstride.draft.recycle import RANK_PRIOR, WIDTH, Recycle, SuccessorTable, TreeTemplate
@@ -23,7 +24,7 @@ def follow(path: list[int]) -> list[int]:
 
 def test_it_learns_from_rejected_nodes() -> None:
     drafter = Recycle(size=2, depth=1)
-    table = drafter._tables.of("")
+    table = drafter._tables.of(ANY)
     table.learn(np.asarray([5]), np.asarray([[20, 21, 22, 23, 24, 25, 26, 27]]))
     script = Script(drafter, [1, 5], [80, 81, 82, 83], candidates=follow)
     assert set(script.draft().tokens) == {20, 21}
@@ -46,7 +47,7 @@ def test_a_drafter_that_ignores_rejected_nodes_is_noticed() -> None:
     learnt = []
     for drafter in (Recycle(size=8), OnlyKept(size=8)):
         Script(drafter, [1, 5], [40, 41, 42, 43] * 5, candidates=follow).run()
-        learnt.append(int((drafter._tables.of("").table[:, 0] >= 0).sum()))
+        learnt.append(int((drafter._tables.of(ANY).table[:, 0] >= 0).sum()))
     assert learnt[0] >= 2 * learnt[1]
 
 
@@ -58,14 +59,14 @@ def test_the_accepted_path_is_entered_last() -> None:
     best = np.arange(4 * WIDTH).reshape(4, WIDTH)
     best[0, 0] = 7
     drafter.observe(script.view, proposal, Scores(np.arange(4), best), Verdict(keep=(0, 1)))  # type: ignore[arg-type]
-    assert drafter._tables.of("").table[7].tolist() == best[1].tolist()
+    assert drafter._tables.of(ANY).table[7].tolist() == best[1].tolist()
 
 
 def test_tokens_follow_the_table_down_the_template() -> None:
     drafter = Recycle(size=30, depth=4)
     known = np.arange(97)
     best = np.asarray([follow([int(t)]) for t in known])
-    drafter._tables.of("").learn(known, best)
+    drafter._tables.of(ANY).learn(known, best)
     draft = Script(drafter, [1, 5], [0] * 9).draft()
     assert len(draft) == 30
     for token, parent, key, rate in zip(
@@ -80,7 +81,7 @@ def test_tokens_follow_the_table_down_the_template() -> None:
 
 def test_unknown_tokens_end_their_subtree() -> None:
     drafter = Recycle(size=40, depth=3)
-    drafter._tables.of("").learn(
+    drafter._tables.of(ANY).learn(
         np.asarray([5, 6]), np.asarray([[6, 7, -1, -1, -1, -1, -1, -1], [9, -1, *[-1] * 6]])
     )
     draft = Script(drafter, [1, 5], [0] * 9).draft()
@@ -130,8 +131,9 @@ def test_it_learns_from_prompt_logprobs() -> None:
     drafter = Recycle()
     method = toy_method(drafter, MATCH)
     [prompt] = some_prompts(2, 1, max_length=30)
-    Bench().run([prompt], method, SamplingParams(max_tokens=1, prompt_logprobs=0))
-    known = drafter._tables.of("").table[:, 0]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    [sequence] = Bench().run([prompt], method, params)
+    known = drafter._tables.of(sequence.key).table[:, 0]
     assert all(known[token] >= 0 for token in prompt)
 
 
@@ -143,7 +145,7 @@ def test_it_learns_from_any_number_of_candidates() -> None:
         view, proposal = script.view, Proposal(script.view.given(), 1, wants=Wants(best=width))
         best = np.arange(10, 10 + width)[None]
         drafter.observe(view, proposal, Scores(np.asarray([0]), best), Verdict(keep=(0,)))  # type: ignore[arg-type]
-        assert drafter._tables.of("").table[5, 0] == 10
+        assert drafter._tables.of(ANY).table[5, 0] == 10
 
 
 @pytest.mark.parametrize("spec", ["recycle:size=0", "recycle:depth=0"])

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from outstride import registry
+from outstride.core.prefix_key import ANY
 from outstride.draft.trigram import Trigram, TrigramEstimates
 from outstride.errors import UnknownMethod
 from tests.draft.script import Script, paths
@@ -43,10 +44,10 @@ def test_longer_contexts_come_first() -> None:
 def test_it_learns_from_rejected_nodes() -> None:
     drafter = Trigram()
     script = Script(drafter, [9], [1, 2, 1, 2], candidates=lambda path: [60 + path[-1]])
-    drafter._estimates.of("").learn([((8, 9), [3]), ((9, 3), [4])])
+    drafter._estimates.of(ANY).learn([((8, 9), [3]), ((9, 3), [4])])
     assert 4 in script.step(2).graph.tokens
     assert script.accepted == 0
-    assert 64 in rates(drafter._estimates.of(""), 3, 4), "a candidate of the target after 3, 4"
+    assert 64 in rates(drafter._estimates.of(ANY), 3, 4), "a candidate of the target after 3, 4"
 
 
 def test_exploration_widens_where_little_is_known() -> None:
@@ -54,7 +55,7 @@ def test_exploration_widens_where_little_is_known() -> None:
     widths = []
     for explore in (0.0, 2.0):
         drafter = Trigram(size=10, explore=explore)
-        estimates = drafter._estimates.of("")
+        estimates = drafter._estimates.of(ANY)
         for _ in range(12):
             estimates.learn([((i, i + 1), [i + 2]) for i in range(1, 20)])
         estimates.learn([((1, 2), [3, 40, 41])], (0.7, 0.2, 0.1))
@@ -65,7 +66,7 @@ def test_exploration_widens_where_little_is_known() -> None:
     assert widths[1] >= widths[0]
     bold, timid = Trigram(size=3, explore=3.0), Trigram(size=3, explore=0.0)
     for drafter in (bold, timid):
-        estimates = drafter._estimates.of("")
+        estimates = drafter._estimates.of(ANY)
         estimates.learn([((50, 2), [60, 61, 62])], (0.7, 0.2, 0.1))
         for _ in range(12):
             estimates.learn([((2, 60), [70]), ((60, 70), [71])])
@@ -78,7 +79,7 @@ def test_the_prompt_is_learned_once_for_all_samples() -> None:
     script = Script(drafter, [1, 2, 3, 4, 1, 2], [3, 4, 5])
     script.step()
     assert paths(script.draft())[0][0] == 4
-    seen = drafter._estimates.of("").find(1, 2)[1]
+    seen = drafter._estimates.of(ANY).find(1, 2)[1]
     assert seen is not None
     count = seen.seen
     sample = Script(drafter, [1, 2, 3, 4, 1, 2], [9, 9, 9])
@@ -92,7 +93,7 @@ def test_memory_is_bounded() -> None:
     for _ in range(10):
         answer = [rng.randrange(5000) for _ in range(40)]
         Script(drafter, [rng.randrange(5000) for _ in range(300)], answer).run()
-        assert len(drafter._estimates.of("")) <= 2 * 50 + 8
+        assert len(drafter._estimates.of(ANY)) <= 2 * 50 + 8
     estimates = TrigramEstimates(1000)
     for token in range(10_000):
         estimates.learn([((1, 2), [token])])

@@ -51,6 +51,30 @@ def test_the_beginning_of_a_stop_string_is_held_back(stop: str) -> None:
     assert shown == f"ab{stop[:-1]}c"
 
 
+@pytest.mark.parametrize("stop", ["STOP", "\n\n", "é!"])
+def test_a_stop_string_may_stay_in_the_text(stop: str) -> None:
+    text = IncrementalText(token_to_bytes, (stop,))
+    params = SamplingParams(stop=(stop,), include_stop_str_in_output=True)
+    stopper = Stopper(params, (), 0, 1000, text)
+    shown = ""
+    for i, token in enumerate(f"ab{stop}tail".encode(), start=1):
+        reason = stopper.push(token, i)
+        shown += text.take_new(final=reason is not None)
+        if reason:
+            break
+    assert shown == f"ab{stop}"
+
+
+@pytest.mark.parametrize("included", [False, True])
+def test_a_stop_token_may_stay_in_the_text(included: bool) -> None:
+    text = IncrementalText(token_to_bytes)
+    params = SamplingParams(stop_token_ids=(ord("!"),), include_stop_str_in_output=included)
+    stopper = Stopper(params, (), 0, 1000, text)
+    assert [stopper.push(token, i) for i, token in enumerate(b"ab!", start=1)][-1] == "stop"
+    text.finish()
+    assert text.take_new(final=True) == ("ab!" if included else "ab")
+
+
 def test_text_that_is_no_stop_string_after_all_is_released() -> None:
     text = IncrementalText(token_to_bytes, ("END",))
     assert "".join(feed(text, "the EN")) == "the "

@@ -8,8 +8,9 @@ import pytest
 
 from outstride import registry
 from outstride.core.contracts import Demand
-from outstride.core.draft_tree import AcceptanceEstimator, AcceptanceKey, DraftTree, PerTenant
+from outstride.core.draft_tree import AcceptanceEstimator, AcceptanceKey, DraftTree, PerPrefixKey
 from outstride.core.params import SamplingParams
+from outstride.core.prefix_key import PrefixKey
 from outstride.core.sequence import View
 from outstride.errors import UnknownMethod
 from outstride.policy.auto import Auto
@@ -97,13 +98,14 @@ def test_rates_of_a_sequence_start_from_shared_ones() -> None:
 
 
 def test_tenants_are_apart_and_few() -> None:
-    tenants = PerTenant(list[int], max_tenants=2)
-    tenants.of("x").append(1)
-    assert tenants.of("y") == []
-    assert tenants.of("x") == [1]
-    tenants.of("z")
-    assert tenants.of("y") == []
-    assert tenants.of("z") == []
+    tenants = PerPrefixKey(list[int], max_keys=2)
+    x, y, z = (PrefixKey(tenant=name) for name in "xyz")
+    tenants.of(x).append(1)
+    assert tenants.of(y) == []
+    assert tenants.of(x) == [1]
+    tenants.of(z)
+    assert tenants.of(y) == []
+    assert tenants.of(z) == []
 
 
 @pytest.mark.parametrize("part", ["plain+draft", "lookahead", "nothing"])

@@ -15,24 +15,32 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from outstride.cache.prefix import PrefixTree
+from outstride.cache.states import StateSlots
 from outstride.core.graph import IntArray
+from outstride.core.prefix_key import ANY, PrefixKey
+from outstride.core.recurrent import SequenceState, StateSpec, StateUpdate
 from outstride.core.sequence import BlockTable
 from outstride.errors import IntegrityError
 
 
 @dataclass(slots=True)
 class Moves:
-    """Slots whose KV is to be copied: all sources are read before any target is written."""
+    """Slots whose KV is to be copied: all sources are read before any target is written.
+
+    states: the updates of recurrent states, in order.
+    """
 
     sources: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
+    states: list[StateUpdate] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.sources)
+        return bool(self.sources or self.states)
 
     def add(self, other: Moves) -> None:
         self.sources += other.sources
         self.targets += other.targets
+        self.states += other.states
 
     def arrays(self) -> tuple[IntArray, IntArray]:
         return np.asarray(self.sources, dtype=np.int64), np.asarray(self.targets, dtype=np.int64)
@@ -43,14 +51,15 @@ STAY = Moves()
 
 
 class PagePool:
-    """The pages of one model."""
+    """The pages of one model, and its state slots if it has recurrent layers."""
 
-    def __init__(self, pages: int, page_size: int) -> None:
+    def __init__(self, pages: int, page_size: int, states: StateSpec | None = None) -> None:
         self.pages = pages
         self.page_size = page_size
         self._refs = [0] * pages
         self._free = list(range(pages - 1, -1, -1))
         self._tree = PrefixTree(page_size)
+        self.states = None if states is None else StateSlots(states, page_size)
         self._idle = 0  # pages that only the tree holds
         self.hits = 0
         self.lookups = 0
@@ -92,6 +101,8 @@ class PagePool:
             self._idle -= 1
             self._refs[page] = 0
             self._free.append(page)
+            if self.states is not None:
+                self.states.detach(page)
         page = self._free.pop()
         self._refs[page] = 1
         return page
@@ -101,21 +112,23 @@ class PagePool:
     def open(
         self,
         tokens: Sequence[int],
-        salt: str = "",
-        block: int | None = None,
+        key: PrefixKey = ANY,
         *,
         reuse: bool = True,
     ) -> BlockTable:
         """A table that starts with the longest cached prefix; the last token is never part of it.
 
-        KV that was computed with block attention is not shared with causal attention, nor the other
-        way round.
+        Only prefixes that were published under an equal key are found.
+        With recurrent layers the prefix ends at the last page that has a snapshot.
         """
-        table = BlockTable()
+        table = BlockTable(state=None if self.states is None else SequenceState())
+        block = key.pattern.block
         if reuse and (block is None or block < len(tokens)):
-            pages = self._tree.match(tokens, len(tokens) - 1, (salt, block))
+            pages = self._tree.match(tokens, len(tokens) - 1, key)
             while pages and block and len(pages) * self.page_size % block:
                 pages.pop()
+            if self.states is not None:
+                table.state = self.states.cut(pages)
             for page in pages:
                 self._hold(page)
             table.pages = pages
@@ -128,8 +141,18 @@ class PagePool:
     def reserve(self, table: BlockTable, nodes: int) -> Moves | None:
         """Gives a table writable slots for `nodes` more nodes; None if there are too few pages.
 
-        A shared page that would be written is replaced by a copy: the moves say what to copy.
+        A shared page that would be written is replaced by a copy: the moves say what to copy. With
+        recurrent layers the table gets a state slot as well, and the state of its prefix.
         """
+        states = self.states
+        if states is None or (table.state is not None and table.state.slot >= 0):
+            return self._reserve_pages(table, nodes)
+        moves = self._reserve_pages(table, nodes) if states.available else None
+        if moves is None:
+            return None
+        return Moves(moves.sources, moves.targets, states.open(table))
+
+    def _reserve_pages(self, table: BlockTable, nodes: int) -> Moves | None:
         used, size, pages = len(table.positions), self.page_size, table.pages
         last = used // size
         fits = used + nodes <= size * len(pages) and last == len(pages) - 1
@@ -175,11 +198,27 @@ class PagePool:
         positions: IntArray,
         keep: Sequence[int],
         reuse: Sequence[int] = (),
+        forks: Iterable[int] = (),
     ) -> Moves:
         """Keeps the KV of the nodes `keep` of the last pass, in order, and drops the rest.
 
-        Stale KV stays after the kept one until a node at the same position replaces it.
+        Stale KV stays after the kept one until a node at the same position replaces it. A recurrent
+        state goes on through the kept nodes that were drafted; `forks` are positions at which
+        other sequences will start.
         """
+        if self.states is None:
+            return self._keep(table, positions, keep, reuse)
+        updates = self.states.advance(table, keep, forks)
+        moves = self._keep(table, positions, keep, reuse)
+        return Moves(moves.sources, moves.targets, updates)
+
+    def _keep(
+        self,
+        table: BlockTable,
+        positions: IntArray,
+        keep: Sequence[int],
+        reuse: Sequence[int],
+    ) -> Moves:
         size, old, kept = self.page_size, len(table), len(keep)
         if not table.stale and not reuse and (not kept or keep[-1] == kept - 1):
             # The leading nodes, in order: their KV is in the right slots already.
@@ -222,9 +261,7 @@ class PagePool:
             self._drop(table.pages.pop())
         table.shared = min(table.shared, len(table.pages))
 
-    def publish(
-        self, table: BlockTable, tokens: Sequence[int], salt: str = "", block: int | None = None
-    ) -> None:
+    def publish(self, table: BlockTable, tokens: Sequence[int], key: PrefixKey = ANY) -> None:
         """Adds the table's full pages to the prefix tree, if they hold the tokens in order.
 
         If the tree has a page with the same tokens already, the table takes that page and returns its
@@ -233,7 +270,7 @@ class PagePool:
         full = min(len(table.positions) - table.stale, len(tokens)) // self.page_size
         if full <= table.shared or not table.ordered:
             return
-        for i, page in enumerate(self._tree.insert(tokens, table.pages[:full], (salt, block))):
+        for i, page in enumerate(self._tree.insert(tokens, table.pages[:full], key)):
             if i < table.shared:
                 continue
             if page == table.pages[i]:
@@ -244,9 +281,17 @@ class PagePool:
                 table.pages[i] = page
                 table.renew()
         table.shared = full
+        if self.states is not None:
+            self.states.publish(table)
 
     def fork(self, table: BlockTable, cached: int) -> BlockTable:
-        """A table that shares the KV of the first `cached` tokens of another."""
+        """A table that shares the KV of the first `cached` tokens of another.
+
+        With recurrent layers it shares less if there is no snapshot at that position.
+        """
+        state = None
+        if self.states is not None:
+            cached, state = self.states.fork(table, cached)
         pages = table.pages[: self.pages_for(cached)]
         for page in pages:
             self._hold(page)
@@ -255,12 +300,15 @@ class PagePool:
             positions=table.positions[:cached],
             ordered=table.ordered,
             shared=min(table.shared, cached // self.page_size),
+            state=state,
         )
 
     def close(self, table: BlockTable) -> None:
         """Returns a table's pages to the pool and empties the table."""
         for page in reversed(table.pages):
             self._drop(page)
+        if self.states is not None:
+            self.states.close(table)
         table.pages, table.positions, table.stale, table.shared = [], [], 0, 0
         table.renew()
         table.ordered = True
@@ -270,6 +318,9 @@ class PagePool:
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         """Raises IntegrityError unless pages, tables and tree agree."""
         held: Counter[int] = Counter()
+        tables = list(tables)
+        if self.states is not None:
+            self.states.check_integrity((table.state for table in tables), set(self._tree))
         for table in tables:
             if len(set(table.pages)) != len(table.pages):
                 raise IntegrityError(f"a table lists a page twice: {table.pages}")

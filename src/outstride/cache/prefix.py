@@ -6,7 +6,8 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+
+from outstride.core.prefix_key import PrefixKey
 
 
 @dataclass(eq=False, slots=True)
@@ -20,20 +21,16 @@ class PrefixNode:
     children: dict[tuple[int, ...], PrefixNode] = field(default_factory=dict)
 
 
-Key: TypeAlias = tuple[str, int | None]
-"""The request's salt, and the block size of the attention pattern (None: causal)."""
-
-
 class PrefixTree:
     """Maps runs of tokens, page by page, to the pages that hold their KV.
 
-    Each salt has its own tree, so that tenants can neither hit nor time each other's prompts. So has
-    each attention pattern: the same tokens have other KV under block attention.
+    Each `PrefixKey` has its own tree: the same tokens have other KV under other weights, another
+    adapter or another attention pattern, and tenants can neither hit nor time each other's prompts.
     """
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._roots: dict[Key, PrefixNode] = {}
+        self._roots: dict[PrefixKey, PrefixNode] = {}
         self._nodes: dict[int, PrefixNode] = {}
         self._oldest: list[tuple[int, int, PrefixNode]] = []
         self._clock = itertools.count(1)
@@ -47,10 +44,10 @@ class PrefixTree:
     def __iter__(self) -> Iterator[int]:
         return iter(self._nodes)
 
-    def _root(self, key: Key) -> PrefixNode:
+    def _root(self, key: PrefixKey) -> PrefixNode:
         return self._roots.setdefault(key, PrefixNode(page=-1, key=(), parent=None, used=0))
 
-    def match(self, tokens: Sequence[int], max_tokens: int, key: Key) -> list[int]:
+    def match(self, tokens: Sequence[int], max_tokens: int, key: PrefixKey) -> list[int]:
         """The pages of the longest cached prefix, of at most `max_tokens` tokens."""
         node, pages, size = self._root(key), [], self._page_size
         for start in range(0, max_tokens - size + 1, size):
@@ -62,7 +59,7 @@ class PrefixTree:
             node = found
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], key: Key) -> list[int]:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], key: PrefixKey) -> list[int]:
         """Adds a prefix of full pages; returns the page that the tree has for each of them.
 
         A page that already holds the same tokens stays in the tree: equal prefixes have equal KV.

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
+from outstride.core.recurrent import SequenceState
+
 _table_versions = count(1)
 
 
@@ -42,6 +44,8 @@ class BlockTable:
     """How many leading pages are in the prefix tree."""
     ordered: bool = True
     """Whether slot i holds position i. This fails only after tokens were kept out of order."""
+    state: SequenceState | None = None
+    """The recurrent state after the cached tokens, if the model has recurrent layers."""
     version: int = field(default_factory=lambda: next(_table_versions), compare=False)
     """Unique among all tables; see `StepToken`."""
 

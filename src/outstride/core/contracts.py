@@ -6,7 +6,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from outstride.core.draft_heads import DraftHead
 from outstride.core.draft_tree import DraftTree
 from outstride.core.graph import BoolArray, FloatArray, IntArray, NodeId, TokenGraph
 from outstride.core.proposal import DEFAULT_WANTS, Proposal, Scores, Verdict, Wants
+from outstride.core.recurrent import StatePass, StateSpec, StateUpdate
 from outstride.core.view import View
 
 Rounds: TypeAlias = Generator[Proposal, Scores, Proposal]
@@ -92,6 +93,9 @@ class Drafter:
     masked_models: tuple[str, ...] = ()
     """The models, perhaps including the target, that fill in masks for it. Such a model computes
     settled tokens with its own attention pattern; all other models compute them causally."""
+    layer_ranges: bool = False
+    """Whether it runs some layers of the target without the others. A recurrent state does not allow
+    that: all layers advance together."""
     partial_kv: bool = False
     """Whether it leaves KV after the prompt that some layers lack. That KV is never shared."""
 
@@ -288,6 +292,11 @@ class PassInput:
     table: BlockTable
     slots: IntArray
     first: int = 0
+    state: StatePass | None = None
+    """The recurrent state of the sequence. None where a model with recurrent layers runs: the state
+    before the first node is zero and nothing is kept, as in measurements."""
+    adapter: str = ""
+    """The LoRA adapter that its nodes go through, except those of draft heads; empty: none."""
 
 
 class PendingPass(Protocol):
@@ -334,6 +343,8 @@ class Model(Protocol):
     """Attached draft heads by name."""
     filters: dict[str, TrainedFilter]
     """Attached trained filters by name."""
+    adapters: dict[str, str]
+    """The digest of each LoRA adapter that requests may choose, by name."""
 
     def forward(self, work: Sequence[PassInput]) -> PendingPass:
         """One pass over all graphs. Writes the KV of every new node to its slot."""
@@ -345,6 +356,20 @@ class Model(Protocol):
 
     def feature(self, table: BlockTable, position: int) -> FloatArray:
         """The auxiliary hidden states that are stored for draft heads at a kept position."""
+        ...
+
+
+@runtime_checkable
+class RecurrentModel(Protocol):
+    """What the engine needs besides of a model that may have recurrent layers."""
+
+    @property
+    def state_spec(self) -> StateSpec | None:
+        """Its state slots; None if it has no recurrent layers."""
+        ...
+
+    def update_states(self, updates: Sequence[StateUpdate]) -> None:
+        """Advances and copies states, in order."""
         ...
 
 

@@ -12,6 +12,7 @@ from outstride.core.graph import TokenGraph, chain, drafted, tree
 from outstride.core.proposal import DEFAULT_WANTS, Proposal, Wants
 
 if TYPE_CHECKING:
+    from outstride.core.prefix_key import PrefixKey
     from outstride.core.sequence import View
 
 T = TypeVar("T")
@@ -131,28 +132,29 @@ class AcceptanceEstimator:
             found[1] *= 0.5
 
 
-class PerTenant(Generic[T]):
-    """What a drafter remembers of earlier requests, apart for each salt, for the latest few salts.
+class PerPrefixKey(Generic[T]):
+    """What a drafter remembers of earlier requests, apart for each prefix key, for the latest few.
 
-    Requests with different salts must not learn from each other: the time that an answer takes
-    reveals what was drafted.
+    Requests of different tenants must not learn from each other: the time that an answer takes
+    reveals what was drafted. Requests with different adapters could, but their texts differ.
     """
 
-    def __init__(self, make: Callable[[], T], max_tenants: int = 16) -> None:
+    def __init__(self, make: Callable[[], T], max_keys: int = 16) -> None:
         self._make = make
-        self._max_tenants = max_tenants
-        self._found: OrderedDict[str, T] = OrderedDict()
+        self._max_keys = max_keys
+        self._found: OrderedDict[PrefixKey, T] = OrderedDict()
 
-    def peek(self, salt: str) -> T:
-        """A tenant's memory, or an empty one that is not kept. Changes nothing."""
-        found = self._found.get(salt)
+    def peek(self, key: PrefixKey) -> T:
+        """The memory under a key, or an empty one that is not kept. Changes nothing."""
+        found = self._found.get(key)
         return self._make() if found is None else found
 
-    def of(self, salt: str) -> T:
-        """A tenant's memory; an empty one is made and kept if there is none (any more)."""
-        if salt not in self._found:
-            self._found[salt] = self._make()
-            while len(self._found) > self._max_tenants:
+    def of(self, key: PrefixKey) -> T:
+        """The memory under a key; an empty one is made and kept if there is none (any more)."""
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._make()
+            while len(self._found) > self._max_keys:
                 self._found.popitem(last=False)
-        self._found.move_to_end(salt)
-        return self._found[salt]
+        self._found.move_to_end(key)
+        return found

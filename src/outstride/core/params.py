@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from outstride.core.pooling import POOLINGS
 from outstride.errors import InvalidParams
 
 MAX_SEED = 2**64 - 1
@@ -21,13 +22,18 @@ class SamplingParams:
     repetition_penalty: above 1, tokens of prompt and output become less likely.
     presence_penalty, frequency_penalty: subtracted once, or per occurrence, for output tokens.
     logit_bias: added to the logits of single tokens.
+    bad_words: token sequences that the answer must not contain.
     seed: the same seed gives the same text; without one, a random seed is used and returned.
-    stop: strings that end the answer (not part of it); stop_token_ids: tokens that do.
+    stop: strings that end the answer; stop_token_ids: tokens that do.
+    include_stop_str_in_output: whether the text contains the stop string or token that ended it.
+    skip_special_tokens: whether special tokens are left out of the text, except `visible_tokens`.
     max_tokens, min_tokens: bounds on the length of the answer.
     ignore_eos: go on after an end-of-text token.
     n: how many answers.
     logprobs: None for none, else how many of the most likely tokens to list with each token.
     prompt_logprobs: the same for the prompt's tokens.
+    adapter: the LoRA adapter that the model runs with; empty for the model itself.
+    pooling: `mean` or `last` asks for an embedding of the prompt, from its tokens' hidden states.
     """
 
     temperature: float = 0.0
@@ -38,15 +44,21 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[Sequence[int]] = ()
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    visible_tokens: Sequence[int] = ()
     max_tokens: int = 256
     min_tokens: int = 0
     ignore_eos: bool = False
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    adapter: str = ""
+    pooling: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -54,12 +66,14 @@ class SamplingParams:
         try:
             object.__setattr__(self, "stop", tuple(self.stop))
             object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+            object.__setattr__(self, "visible_tokens", tuple(self.visible_tokens))
+            object.__setattr__(self, "bad_words", tuple(map(tuple, self.bad_words)))
             object.__setattr__(
                 self, "logit_bias", {int(k): float(v) for k, v in self.logit_bias.items()}
             )
         except (TypeError, ValueError, AttributeError) as error:
             raise InvalidParams(
-                f"stop, stop_token_ids or logit_bias is malformed: {error}"
+                f"stop, stop_token_ids, bad_words or logit_bias is malformed: {error}"
             ) from error
         for name, low, high in (
             ("temperature", 0.0, math.inf),
@@ -83,6 +97,10 @@ class SamplingParams:
             self._check_int("seed", 0)
             if self.seed > MAX_SEED:
                 raise InvalidParams(f"seed must be below 2**64, not {self.seed}")
+        if not isinstance(self.adapter, str):
+            raise InvalidParams(f"adapter must be the name of an adapter, not {self.adapter!r}")
+        if self.pooling not in (None, *POOLINGS):
+            raise InvalidParams(f"pooling must be one of {', '.join(POOLINGS)}")
         if self.top_p == 0:
             raise InvalidParams(
                 "top_p must be above 0; for the most likely token use temperature=0"
@@ -97,10 +115,16 @@ class SamplingParams:
             raise InvalidParams("stop strings must be non-empty strings")
         if any(isinstance(t, bool) or not isinstance(t, int) for t in self.stop_token_ids):
             raise InvalidParams("stop_token_ids must be token ids")
+        self._check_words()
         if any(math.isnan(v) or v == math.inf for v in self.logit_bias.values()):
             raise InvalidParams(
                 "logit_bias values must be finite numbers, or -inf to forbid a token"
             )
+
+    def _check_words(self) -> None:
+        words = [t for word in self.bad_words for t in (*word, *([] if word else [None]))]
+        if any(isinstance(t, bool) or not isinstance(t, int) for t in words):
+            raise InvalidParams("bad_words must be non-empty sequences of token ids")
 
     def _check_int(self, name: str, minimum: int) -> None:
         value = getattr(self, name)
@@ -117,6 +141,7 @@ class SamplingParams:
             or self.presence_penalty
             or self.frequency_penalty
             or self.logit_bias
+            or self.bad_words
             or self.min_tokens
         )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outstride.core.block_table import BlockTable
 from outstride.core.params import SamplingParams
+from outstride.core.pooling import PooledStates
+from outstride.core.prefix_key import ANY, PrefixKey
 from outstride.core.proposal import TARGET
 from outstride.core.sampling import Purpose, SamplingSpec
 from outstride.core.view import EngineContext, View
@@ -85,13 +87,12 @@ class Sequence:
     limit: int
     """The sequence never grows beyond this length."""
     index: int = 0
-    salt: str = ""
+    key: PrefixKey = ANY
+    """Under which key it shares KV of the target, and what its drafter learns, with other requests."""
     status: Status = Status.WAITING
     finish_reason: str | None = None
     error: Exception | None = None
     tables: dict[str, BlockTable] = field(default_factory=dict)
-    block: int | None = None
-    """The target computes settled tokens in blocks of this size; None: causally."""
     canvas: dict[int, int] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
     """The order in which the target computed its tokens, if not from left to right. A recomputation
@@ -113,6 +114,8 @@ class Sequence:
     """By position: first the token itself, then the most likely ones."""
     prompt_logprobs: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     """By position."""
+    pooled: PooledStates | None = None
+    """For requests that ask for an embedding of the prompt."""
     steps: int = 0
     draft_backoff_until: int = 0
     """Until it has taken this many steps, the drafter is neither asked for a demand nor notified."""
@@ -122,10 +125,17 @@ class Sequence:
     """What its method sees. The engine creates it once."""
     streaming: bool = True
     """Whether progress is published after each pass, not only at the end."""
+    token_to_bytes: Callable[[int], bytes] | None = None
+    """Detokenizes its output; None: the engine's default, which leaves special tokens out."""
     priority: int = 0
     """Sequences with lower values are admitted first and preempted last."""
     first_token_time: float = 0.0
     """When its first token was counted in the ledger."""
+
+    @property
+    def block(self) -> int | None:
+        """The target computes settled tokens in blocks of this size; None: causally."""
+        return self.key.pattern.block
 
     @property
     def output(self) -> list[int]:

@@ -56,12 +56,12 @@ class View:
         "demand",
         "grammar",
         "index",
+        "key",
         "layers",
         "limit",
         "marginal_costs",
         "params",
         "prompt_length",
-        "salt",
         "seed",
         "token_to_bytes",
         "tokens",
@@ -108,7 +108,8 @@ class View:
         self.seed = sequence.seed
         self.index = sequence.index
         """Which of the request's n samples this is."""
-        self.salt = sequence.salt
+        self.key = sequence.key
+        """Under which key it shares what it learns with other requests."""
         self.grammar = sequence.grammar
         """The structured output that the request asks for."""
         self.vocab_size = context.vocab_size

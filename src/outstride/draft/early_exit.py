@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from outstride.core.contracts import Demand, Drafter, Rounds
-from outstride.core.draft_tree import AcceptanceEstimator, AcceptanceKey, DraftTree, PerTenant
+from outstride.core.draft_tree import AcceptanceEstimator, AcceptanceKey, DraftTree, PerPrefixKey
 from outstride.core.graph import FloatArray, NodeId, chain
 from outstride.core.proposal import Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import View
@@ -41,12 +41,14 @@ class EarlyExit(Drafter):
       one pass over the others
     """
 
+    layer_ranges = True
+
     def __init__(self, *, layer: int = 0, length: int = 0) -> None:
         if layer < 0 or length < 0:
             raise ValueError("needs layer >= 0 and length >= 0 (0: chosen online)")
         self.layer = layer
         self.length = length
-        self._rates = PerTenant(AcceptanceEstimator)
+        self._rates = PerPrefixKey(AcceptanceEstimator)
 
     def demand(self, view: View) -> Demand:
         _, length, gain = self._choice(view)
@@ -59,7 +61,7 @@ class EarlyExit(Drafter):
         exits = [layer for layer in exits if layer < depth]
         if not exits:
             return 0, 0, 0.0
-        rates: AcceptanceEstimator = view.state or self._rates.peek(view.salt)
+        rates: AcceptanceEstimator = view.state or self._rates.peek(view.key)
         best, value = (exits[0], self.length, 0.0), 0.0 if self.length else 1.0 / depth
         for layer in exits:
             rate, expected, tokens = rates.rate(_key(layer), 0.5), 1.0, 1.0
@@ -93,7 +95,7 @@ class EarlyExit(Drafter):
     def observe(
         self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict
     ) -> AcceptanceEstimator:
-        rates: AcceptanceEstimator = view.state or AcceptanceEstimator(self._rates.of(view.salt))
+        rates: AcceptanceEstimator = view.state or AcceptanceEstimator(self._rates.of(view.key))
         if proposal.layers is not None:
             drafted, accepted = len(proposal.graph) - proposal.given, len(verdict.settled) - 1
             for i in range(min(drafted, accepted + 1)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from outstride.core.contracts import Demand, Drafter, DraftRounds, Rounds
-from outstride.core.draft_tree import AcceptanceKey, DraftTree, PerTenant
+from outstride.core.draft_tree import AcceptanceKey, DraftTree, PerPrefixKey
 from outstride.core.graph import NodeId, TokenGraph, chain
 from outstride.core.proposal import Proposal, Scores, Verdict
 from outstride.core.sequence import View
@@ -80,8 +80,8 @@ class Lookahead(Drafter):
         self.branches = branches
         self.retrieve = retrieve
         self.recycle = recycle
-        self._pools = PerTenant(lambda: NGramPool(capacity=8192, per_token=4 * branches))
-        self._spares = PerTenant(lambda: NGramPool(capacity=8192, per_token=branches))
+        self._pools = PerPrefixKey(lambda: NGramPool(capacity=8192, per_token=4 * branches))
+        self._spares = PerPrefixKey(lambda: NGramPool(capacity=8192, per_token=branches))
         """Runs along rejected guesses: drafted where the pool has too few."""
 
     def demand(self, view: View) -> Demand:
@@ -146,10 +146,10 @@ class Lookahead(Drafter):
 
     def _runs(self, view: View) -> list[tuple[int, ...]]:
         """Runs that may follow the last token."""
-        last, pool = view.tokens[-1], self._pools.of(view.salt)
+        last, pool = view.tokens[-1], self._pools.of(view.key)
         found = pool.after(last, self.branches)
         if self.recycle and len(found) < self.branches:
-            found += self._spares.of(view.salt).after(last, self.branches - len(found))
+            found += self._spares.of(view.key).after(last, self.branches - len(found))
         return found
 
     def _rows(self, view: View) -> Rows:
@@ -160,7 +160,7 @@ class Lookahead(Drafter):
     def _filled(self, view: View, rows: Rows) -> Rows:
         """The window with its open end filled: from the pool with `retrieve`, else from the text."""
         tokens, filled = view.tokens, [list(row) for row in rows]
-        pool = self._pools.of(view.salt)
+        pool = self._pools.of(view.key)
         while len(filled[0]) < self.window:
             last = filled[0][-1] if filled[0] else tokens[-1]
             runs = pool.after(last, 1) if self.retrieve else []
@@ -175,10 +175,10 @@ class Lookahead(Drafter):
     # --- after the pass ----------------------------------------------------------------------------
 
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> Rows:
-        pool, passed = self._pools.of(view.salt), len(verdict.settled) - 1
+        pool, passed = self._pools.of(view.key), len(verdict.settled) - 1
         columns = self._renewed(proposal, scores, self._rows(view), pool)[passed:]
         if self.recycle:
-            self._keep_rejected(proposal, scores, self._spares.of(view.salt))
+            self._keep_rejected(proposal, scores, self._spares.of(view.key))
         if self.retrieve:
             start = view.end - len(verdict.settled) if view.state else 0
             for end in range(max(start, self.level - 1), view.end):

@@ -34,6 +34,8 @@ class Prune(Drafter):
       other layers
     """
 
+    layer_ranges = True
+
     def __init__(self, *, of: str = "recycle", layer: int = 0, keep: int = 16) -> None:
         if layer < 0 or keep < 1:
             raise ValueError("needs layer >= 0 (0: half of the model) and keep >= 1")

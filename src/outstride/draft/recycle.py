@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outstride.core.contracts import Demand, Drafter, DraftRounds
-from outstride.core.draft_tree import AcceptanceKey, DraftTree, PerTenant
+from outstride.core.draft_tree import AcceptanceKey, DraftTree, PerPrefixKey
 from outstride.core.graph import IntArray
 from outstride.core.proposal import Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import View
@@ -92,7 +92,7 @@ class Recycle(Drafter):
     """Drafts a tree from a table of each token's latest candidates, rejected passes included.
 
     Every scored node teaches what may follow its token. The tree has a fixed shape, wide where the
-    first candidate often fails, and is filled level by level. Tenants (salts) share no table.
+    first candidate often fails, and is filled level by level. Tenants and adapters share no table.
 
     Paper: Token Recycling (Luo et al., 2024)
     Exactness: exact
@@ -108,7 +108,7 @@ class Recycle(Drafter):
             raise ValueError("needs size >= 1 and depth >= 1")
         self.size = size
         self.depth = depth
-        self._tables = PerTenant(SuccessorTable)
+        self._tables = PerPrefixKey(SuccessorTable)
         self._templates: dict[tuple[int, int], TreeTemplate] = {}
 
     def demand(self, view: View) -> Demand:
@@ -125,7 +125,7 @@ class Recycle(Drafter):
         if depth < 1:
             return DraftTree()
         template = self._template(min(budget, self.size), depth)
-        tokens = self._tables.peek(view.salt).fill(template, view.tokens[-1])
+        tokens = self._tables.peek(view.key).fill(template, view.tokens[-1])
         if tokens[-1] >= 0 and tokens.min() >= 0:
             return DraftTree(
                 tokens.tolist(), template.parents[:], template.keys[:], template.rates[:]
@@ -138,7 +138,7 @@ class Recycle(Drafter):
         return draft
 
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> None:
-        table = self._tables.of(view.salt)
+        table = self._tables.of(view.key)
         tokens, best = proposal.graph.tokens[scores.nodes], scores.best
         table.learn(tokens, best)
         kept = np.searchsorted(scores.nodes, verdict.keep[proposal.given - 1 :])

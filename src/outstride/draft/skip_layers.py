@@ -29,6 +29,7 @@ class SkipLayers(Drafter):
     Cost per step: one node, which passes `warm` layers in a round of its own and then the last ones
     """
 
+    layer_ranges = True
     partial_kv = True
 
     def __init__(self, *, warm: int = 4, min_layers: int = 0, span: int = 64) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from outstride.core.contracts import Demand, Drafter, DraftRounds
-from outstride.core.draft_tree import AcceptanceKey, DraftTree, PerTenant
+from outstride.core.draft_tree import AcceptanceKey, DraftTree, PerPrefixKey
 from outstride.core.proposal import Proposal, Scores, Verdict
 from outstride.core.sequence import View
 from outstride.registry import method
@@ -142,7 +142,8 @@ class Suffix(Drafter):
 
     Where the ending was followed by different tokens their frequencies decide: likely continuations
     are drafted deep, split ones branch, and paths with a rate below `min_prob` are left out. The
-    longest match wins, the request's own text before that of others. Tenants (salts) share nothing.
+    longest match wins, the request's own text before that of others. Tenants and adapters share
+    nothing.
 
     Paper: SuffixDecoding (Oliaro et al., 2024); SAM Decoding (Hu et al., 2024)
     Exactness: exact
@@ -163,7 +164,7 @@ class Suffix(Drafter):
         self.branch = branch
         self.min_prob = min_prob
         self.memory = memory
-        self._memories = PerTenant(_Memory)
+        self._memories = PerPrefixKey(_Memory)
 
     def demand(self, view: View) -> Demand:
         state: _Text | None = view.state
@@ -223,7 +224,7 @@ class Suffix(Drafter):
 
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> _Text:
         state: _Text = view.state or _Text(SuffixAutomaton())
-        memory = self._memories.of(view.salt)
+        memory = self._memories.of(view.key)
         if self.memory:
             memory.age(self.memory)
             if state.young is not memory.young:

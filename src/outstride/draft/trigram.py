@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 from outstride.core.contracts import Demand, Drafter, DraftRounds
-from outstride.core.draft_tree import AcceptanceKey, DraftTree, PerTenant
+from outstride.core.draft_tree import AcceptanceKey, DraftTree, PerPrefixKey
 from outstride.core.proposal import Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import View
 from outstride.registry import method
@@ -92,7 +92,7 @@ class Trigram(Drafter):
 
     It learns from the prompt and from the candidates of every scored node. Paths are searched best
     first; a candidate whose estimate rests on few observations gets a bonus (`explore`), so that the
-    tree widens where the model is unsure. Tenants (salts) share no estimates.
+    tree widens where the model is unsure. Tenants and adapters share no estimates.
 
     Paper: ADED, Adaptive Draft-Verification (Liu et al., 2024)
     Exactness: exact
@@ -110,14 +110,14 @@ class Trigram(Drafter):
             raise ValueError("needs size >= 1, explore >= 0 and contexts >= 2")
         self.size = size
         self.explore = explore
-        self._estimates = PerTenant(lambda: TrigramEstimates(contexts))
+        self._estimates = PerPrefixKey(lambda: TrigramEstimates(contexts))
 
     def demand(self, view: View) -> Demand:
         return Demand(max_nodes=self.size if view.limit - view.end > 1 else 0, gain=1.0)
 
     def draft_tree(self, view: View, budget: int) -> DraftRounds:
         yield from ()
-        estimates, tokens = self._estimates.peek(view.salt), view.tokens
+        estimates, tokens = self._estimates.peek(view.key), view.tokens
         draft, budget, max_depth = DraftTree(), min(budget, self.size), view.limit - view.end - 1
         add, find, push, explore = draft.add, estimates.find, heapq.heappush, self.explore
         last, before = tokens[-1], tokens[-2] if len(tokens) > 1 else NOTHING
@@ -143,7 +143,7 @@ class Trigram(Drafter):
             priority = -score
 
     def observe(self, view: View, proposal: Proposal, scores: Scores, verdict: Verdict) -> int:
-        estimates, tokens = self._estimates.of(view.salt), view.tokens
+        estimates, tokens = self._estimates.of(view.key), view.tokens
         done: int = view.state or 0
         end = min(view.prompt_length - 1, done + self.PORTION)
         if done < end and view.index == 0:  # the other samples have the same prompt

@@ -8,9 +8,11 @@ from typing import NamedTuple
 from outstride.cache.pool import Moves
 from outstride.core.contracts import accepted_nodes
 from outstride.core.graph import NodeId
+from outstride.core.pooling import PooledStates
 from outstride.core.proposal import TARGET, Proposal, Scores, Verdict
 from outstride.core.sampling import logprobs
 from outstride.core.sequence import Sequence, Status
+from outstride.engine.final_norm import normalized
 from outstride.engine.ledger import Ledger, SequenceProgress
 from outstride.engine.model_runner import ModelRunner, SequenceStep
 from outstride.engine.sequences import SequenceManager
@@ -102,13 +104,13 @@ class Commit:
             else:
                 keep = tuple(map(NodeId, accepted_nodes(ran.graph, ran.given, sequence.tokens)))
                 reuse = ()
-            if needed := pool.commit(table, ran.graph.positions, keep, reuse):
+            forks = [int(ran.graph.positions[n]) for n in verdict.forks] if name == TARGET else []
+            if needed := pool.commit(table, ran.graph.positions, keep, reuse, forks):
                 moves.setdefault(name, Moves()).add(needed)
             if name == TARGET and not table.ordered and len(table) >= len(sequence.order):
                 sequence.order = list(table.positions)
-            block = sequence.block if name == TARGET else step.view.block(name)
             tokens = sequence.shareable if name == TARGET else sequence.tokens
-            pool.publish(table, tokens, sequence.salt, block)
+            pool.publish(table, tokens, self._runner.prefix_key(name, sequence))
 
     def _fork(self, step: SequenceStep, verdict: Verdict) -> None:
         """Forks at the end of the prompt for a request's n samples, else where the verdict says."""
@@ -130,6 +132,8 @@ class Commit:
             sequence = item.step.sequence
             if item.scores.logprobs:
                 self._store_logprobs(item)
+            if sequence.pooled is not None:
+                self._pool_states(sequence.pooled, item)
             self._ledger.count(
                 sequence,
                 item.step.proposal,
@@ -152,6 +156,15 @@ class Commit:
         """Drops what is due. The engine failed, and every request has got the error."""
         self._due.clear()
         self._sequences.take_ended()
+
+    def _pool_states(self, pooled: PooledStates, item: _Due) -> None:
+        """Adds the hidden states of the given nodes to the embedding of the prompt."""
+        model, proposal = self._runner.models[TARGET], item.step.proposal
+        rows = item.scores.hidden.get(model.layers)
+        if rows is None:
+            return  # the model returns no hidden states; the embedding stays empty
+        rows = normalized(model, rows[: proposal.given])
+        pooled.add(proposal.graph.positions[: proposal.given], rows)
 
     def _store_logprobs(self, item: _Due) -> None:
         """Stores the log-probabilities of prompt tokens and of emitted tokens."""

@@ -15,6 +15,7 @@ from outstride.core.params import SamplingParams
 from outstride.core.sequence import Sequence
 from outstride.engine.engine import Engine
 from outstride.engine.ledger import SequenceProgress
+from outstride.engine.stopping import TokenToBytes
 from outstride.errors import OutstrideError
 
 T = TypeVar("T")
@@ -48,6 +49,8 @@ class RequestHandle:
     stream_canvas: bool = False
     """Whether the tokens beyond gaps are published after each pass, too."""
     grammar: Grammar | None = None
+    token_to_bytes: TokenToBytes | None = None
+    """Detokenizes the output; None: the engine's own function."""
     priority: int = 0
     """Requests with lower values are served first."""
     sequences: list[Sequence] = field(default_factory=list)
@@ -182,6 +185,7 @@ class EngineThread:
                 streaming=handle.streaming,
                 fixed=handle.fixed,
                 stream_canvas=handle.stream_canvas,
+                token_to_bytes=handle.token_to_bytes,
                 priority=handle.priority,
             )
         except Exception as error:

@@ -57,21 +57,45 @@ def attach(sequence: Sequence, proposal: Proposal, end_tokens: Collection[int]) 
                 added[token] = added.get(token, 0.0) - penalty
         if int(graph.positions[node]) + proposal.offset - start < params.min_tokens:
             added.update(forbidden_ends)
+        forbidden = _bad_next(params, sequence, drafted) if params.bad_words else ()
+        added.update(dict.fromkeys(forbidden, float("-inf")))
         processors[int(node)] = LogitsProcessors(
             penalized=tuple(known.union(drafted)) if params.repetition_penalty != 1.0 else (),
             scale=params.repetition_penalty,
             added=added,
-            allowed=_allowed(grammar, sequence.tokens[start:], drafted),
+            allowed=_allowed(grammar, sequence.tokens[start:], drafted, forbidden),
         )
     proposal.processors = processors
     return proposal
 
 
-def _allowed(grammar: Grammar | None, output: list[int], drafted: list[int]) -> BoolArray | None:
+def _bad_next(params: SamplingParams, sequence: Sequence, drafted: list[int]) -> set[int]:
+    """The tokens that would complete a bad word after the output and the drafted tokens."""
+    longest = max(map(len, params.bad_words)) - 1
+    output = sequence.tokens[sequence.prompt_length :][-longest:] if longest else []
+    path = (*output, *drafted)
+    return {
+        word[-1]
+        for word in params.bad_words
+        if len(word) == 1 or path[max(len(path) - len(word) + 1, 0) :] == tuple(word[:-1])
+    }
+
+
+def _allowed(
+    grammar: Grammar | None, output: list[int], drafted: list[int], forbidden: Collection[int]
+) -> BoolArray | None:
     """The tokens that the grammar allows next. Only a draft may reach a path without any."""
     if grammar is None:
         return None
     mask = grammar.allowed([*output, *drafted])
+    if mask is not None and forbidden and not drafted and mask.any():
+        mask = mask.copy()
+        mask[list(forbidden)] = False
+        if not mask.any():
+            raise InvalidGrammar(
+                f"after {len(output)} tokens of the answer, bad_words forbids every token that "
+                "the structured output allows"
+            )
     if mask is not None and not drafted and not mask.any():
         raise InvalidGrammar(
             f"after {len(output)} tokens of the answer, no token of this model continues the "
@@ -113,6 +137,8 @@ def attach_masked(
             texts[block] = settled | {int(graph.positions[i]): int(graph.tokens[i]) for i in seen}
         context = texts.get(block, settled)
         added = {**params.logit_bias, **never}
+        forbidden = [word[0] for word in params.bad_words]
+        added.update(dict.fromkeys(forbidden, float("-inf")))
         if counting:
             for token, count in Counter(t for p, t in context.items() if p >= start).items():
                 penalty = params.presence_penalty + params.frequency_penalty * count
@@ -126,7 +152,7 @@ def attach_masked(
             else (),
             scale=params.repetition_penalty,
             added=added,
-            allowed=_allowed(grammar if first else None, sequence.tokens[start:], []),
+            allowed=_allowed(grammar if first else None, sequence.tokens[start:], [], forbidden),
         )
     proposal.processors = processors
     return proposal

@@ -17,8 +17,10 @@ from outstride.core.contracts import (
     Model,
     PassInput,
     PendingPass,
+    RecurrentModel,
 )
 from outstride.core.graph import FloatArray
+from outstride.core.prefix_key import PrefixKey
 from outstride.core.proposal import TARGET, Proposal, Wants
 from outstride.core.sequence import Sequence
 from outstride.core.view import EngineContext, View
@@ -80,7 +82,8 @@ class ModelRunner:
         """Registers a model under a name, with an empty KV cache. Safe on any thread."""
         with self._registration:
             # The scheduler holds this dictionary. It looks pools up by name and never iterates.
-            self.pools[name] = PagePool(model.pages, model.page_size)
+            states = model.state_spec if isinstance(model, RecurrentModel) else None
+            self.pools[name] = PagePool(model.pages, model.page_size, states)
             self.patterns = {**self.patterns, name: model.attention_pattern}
             self._feature_readers = {**self._feature_readers, name: model.feature}
             self._set_masked_spec(name, model)
@@ -97,6 +100,19 @@ class ModelRunner:
     def pattern(self, name: str, drafter: Drafter) -> AttentionPattern:
         """The attention pattern with which a model computes settled tokens under a method."""
         return self.patterns[name] if name in drafter.masked_models else CAUSAL
+
+    def target_key(self, drafter: Drafter, adapter: str, tenant: str) -> PrefixKey:
+        """Under which key a new request shares the target's KV, and what its drafter learns."""
+        model = self.models[TARGET]
+        digest = model.adapters[adapter] if adapter else ""
+        return PrefixKey(model.fingerprint, self.pattern(TARGET, drafter), digest, tenant)
+
+    def prefix_key(self, name: str, sequence: Sequence) -> PrefixKey:
+        """Under which key a sequence shares a model's KV. Draft models run without the adapter."""
+        if name == TARGET:
+            return sequence.key
+        pattern = self.pattern(name, sequence.method.drafter)
+        return PrefixKey(self.models[name].fingerprint, pattern, "", sequence.key.tenant)
 
     def _patterns_for(self, drafter: Drafter) -> Mapping[str, AttentionPattern]:
         patterns = self.patterns
@@ -121,9 +137,8 @@ class ModelRunner:
         """Gives a running sequence a block table of each other model that its drafter runs."""
         for name in sequence.method.drafter.models:
             if name not in sequence.tables and sequence.tables:
-                block = self.pattern(name, sequence.method.drafter).block
-                table = self.pools[name].open(sequence.tokens, sequence.salt, block)
-                sequence.tables[name] = table
+                key = self.prefix_key(name, sequence)
+                sequence.tables[name] = self.pools[name].open(sequence.tokens, key)
 
     def begin_step(
         self, sequence: Sequence, chunk: int, allocation: Allocation | None = None
@@ -184,6 +199,8 @@ class ModelRunner:
                 wants = replace(wants, nodes=())
             if params.prompt_logprobs is not None:
                 wants = self._with_prompt(step.sequence, proposal, wants, prefilling)
+            if params.pooling is not None:
+                wants = replace(wants, hidden=(*wants.hidden, self.models[TARGET].layers))
             proposal.wants = wants
         spec = self.context.masked_specs[proposal.model]
         if spec is not None and proposal.model in step.sequence.method.drafter.masked_models:
@@ -211,7 +228,7 @@ class ModelRunner:
         """
         pool, inputs, moves = self.pools[name], [], Moves()
         for step, proposal in proposals.items():
-            table, first = step.sequence.tables[name], 0
+            table, first, state = step.sequence.tables[name], 0, None
             if proposal.draft_head:  # the target's pass overwrites what it leaves in the slots
                 ran = step.head_rounds.get(proposal.draft_head)
                 autoregressive = self.context.draft_heads[proposal.draft_head].autoregressive
@@ -225,13 +242,22 @@ class ModelRunner:
                 if ran is not None and ran.layers == proposal.layers:
                     first = len(ran.graph if survivors is None else survivors)
                 step.rounds[name] = proposal
-            inputs.append(
-                PassInput(proposal, table, pool.slots(table, len(proposal.graph.tokens)), first)
-            )
+                sequence, fork = step.sequence, None
+                if name == TARGET and sequence.pending_forks:
+                    fork = sequence.prompt_length - 1
+                if pool.states is not None:
+                    state = pool.states.begin(table, proposal.given, first, fork)
+            slots = pool.slots(table, len(proposal.graph.tokens))
+            adapter = step.sequence.params.adapter if name == TARGET else ""
+            inputs.append(PassInput(proposal, table, slots, first, state, adapter))
         self.move(name, moves)
         return self.models[name].forward(inputs) if inputs else CompletedPass()
 
     def move(self, name: str, moves: Moves) -> None:
-        """Copies KV of a model between slots."""
-        if moves:
+        """Copies KV of a model between slots, and updates its recurrent states."""
+        if moves.sources:
             self.models[name].move(*moves.arrays())
+        if moves.states:
+            model = self.models[name]
+            assert isinstance(model, RecurrentModel)
+            model.update_states(moves.states)

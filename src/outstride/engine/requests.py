@@ -8,6 +8,7 @@ from outstride.core.contracts import Grammar, Method
 from outstride.core.params import SamplingParams
 from outstride.core.sequence import Sequence
 from outstride.engine.api import EngineAPI
+from outstride.engine.stopping import TokenToBytes
 
 
 class EngineRequests(EngineAPI):
@@ -25,15 +26,26 @@ class EngineRequests(EngineAPI):
         priority: int = 0,
         fixed: Mapping[int, int] | None = None,
         stream_canvas: bool = False,
+        token_to_bytes: TokenToBytes | None = None,
     ) -> Sequence:
         """Queues a request; its n samples fork off once the prompt is computed.
 
         streaming: whether each pass is reported, not only the end.
         fixed: tokens after the prompt that are known already, by position.
         stream_canvas: whether tokens beyond gaps are reported, too.
+        token_to_bytes: detokenizes the output, instead of the engine's own function.
         """
         return self.sequences.submit(
-            tokens, params, method, salt, grammar, streaming, priority, fixed, stream_canvas
+            tokens,
+            params,
+            method,
+            salt,
+            grammar,
+            streaming,
+            priority,
+            fixed,
+            stream_canvas,
+            token_to_bytes,
         )
 
     def cancel(self, sequence: Sequence) -> None:

@@ -254,9 +254,11 @@ class Scheduler:
             demand = demands[sequence]
             if sequence.status is Status.FINISHED:
                 continue  # its method failed to answer
-            reuse = sequence.params.prompt_logprobs is None or len(sequence.output) > 0
+            params = sequence.params
+            whole = params.prompt_logprobs is not None or params.pooling == "mean"
+            reuse = not whole or len(sequence.output) > 0
             reuse = reuse and not sequence.order
-            table = self._pool.open(sequence.shareable, sequence.salt, sequence.block, reuse=reuse)
+            table = self._pool.open(sequence.shareable, sequence.key, reuse=reuse)
             missing = len(sequence.tokens) - len(table)
             if self._pool.pages_for(missing) + 1 > self._pool.available and self.running:
                 self._pool.close(table)

@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from outstride.core.contracts import Grammar, Method
 from outstride.core.params import SamplingParams
+from outstride.core.pooling import PooledStates
 from outstride.core.proposal import TARGET
 from outstride.core.sequence import Sequence, Status
 from outstride.engine import admission
@@ -66,6 +67,7 @@ class SequenceManager:
         priority: int = 0,
         fixed: Mapping[int, int] | None = None,
         stream_canvas: bool = False,
+        token_to_bytes: TokenToBytes | None = None,
     ) -> Sequence:
         """Queues a request; raises a RequestError if it cannot be served."""
         runner, drafter = self._runner, method.drafter
@@ -81,14 +83,16 @@ class SequenceManager:
             seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
             method=method,
             limit=limit,
-            salt=salt,
+            key=runner.target_key(drafter, params.adapter, salt),
             grammar=grammar,
             pending_forks=params.n - 1,
             streaming=streaming,
             priority=priority,
-            block=runner.pattern(TARGET, drafter).block,
             stream_canvas=stream_canvas,
+            token_to_bytes=token_to_bytes,
         )
+        if params.pooling is not None:
+            sequence.pooled = PooledStates(params.pooling, len(tokens))
         if fixed:
             sequence.fixed, sequence.canvas = fixed, dict(fixed)
             sequence.settled_at = dict.fromkeys(fixed, 0)
@@ -110,14 +114,14 @@ class SequenceManager:
                 method=parent.method,
                 limit=parent.limit,
                 index=len(parent.group),
-                salt=parent.salt,
+                key=parent.key,
                 grammar=parent.grammar,
                 group=parent.group,
                 prompt_logprobs=parent.prompt_logprobs,
                 streaming=parent.streaming,
                 priority=parent.priority,
-                block=parent.block,
                 stream_canvas=parent.stream_canvas,
+                token_to_bytes=parent.token_to_bytes,
                 fixed=parent.fixed,
                 canvas=dict(parent.fixed),
                 settled_at=dict.fromkeys(parent.fixed, 0),
@@ -135,7 +139,7 @@ class SequenceManager:
 
     def _equip(self, sequence: Sequence) -> Stopper:
         params = sequence.params
-        decode = self._token_to_bytes
+        decode = sequence.token_to_bytes or self._token_to_bytes
         text = IncrementalText(decode, tuple(params.stop)) if decode else None
         stopper = Stopper(params, self._end_tokens, sequence.prompt_length, sequence.limit, text)
         self._stoppers[sequence.id] = stopper

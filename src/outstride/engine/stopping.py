@@ -41,10 +41,12 @@ class IncrementalText:
         self._decode()
         self.text += self._decoder.decode(b"", final=True)
 
-    def find_stop(self, since: int) -> int | None:
-        """The start of the first stop string that was completed after `since` characters, or None."""
+    def find_stop(self, since: int) -> tuple[int, int] | None:
+        """Start and end of the first stop string that was completed after `since` characters."""
         found = [
-            at for s in self.stop if (at := self.text.find(s, max(0, since - len(s) + 1))) >= 0
+            (at, at + len(s))
+            for s in self.stop
+            if (at := self.text.find(s, max(0, since - len(s) + 1))) >= 0
         ]
         return min(found) if found else None
 
@@ -82,12 +84,15 @@ class Stopper:
         """Takes the token that makes the sequence `length` long; returns the finish reason, if any."""
         free = length - self.prompt_length >= self.params.min_tokens
         ends = token in self.end_tokens and not self.params.ignore_eos
+        included = self.params.include_stop_str_in_output
         if free and (ends or token in self.params.stop_token_ids):
+            if included and self.text is not None:
+                self.text.append(token)
             return "stop"
         if self.text is not None:
             before = len(self.text.text)
             self.text.append(token)
             if free and (at := self.text.find_stop(before)) is not None:
-                self.text.cut(at)
+                self.text.cut(at[included])
                 return "stop"
         return "length" if length >= self.limit else None

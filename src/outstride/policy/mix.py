@@ -9,7 +9,7 @@ from typing import Any
 from outstride import registry
 from outstride.core.contracts import Demand, Drafter, DraftRounds, Rounds
 from outstride.core.draft_heads import DraftHead
-from outstride.core.draft_tree import AcceptanceEstimator, DraftTree, PerTenant
+from outstride.core.draft_tree import AcceptanceEstimator, DraftTree, PerPrefixKey
 from outstride.core.proposal import DEFAULT_WANTS, Proposal, Scores, Verdict, Wants
 from outstride.core.sequence import View
 from outstride.errors import MethodFailed
@@ -167,8 +167,8 @@ class Mix(Drafter):
         self.draft_heads = (from_,) if from_ else ()
         wants = Wants(best=max(drafter.wants.best for drafter in self._drafters))
         self.wants = DEFAULT_WANTS if wants == DEFAULT_WANTS else wants
-        self._greedy = PerTenant(lambda: self._shared(1.0))
-        self._sampled = PerTenant(lambda: self._shared(config.sampled_head_prior))
+        self._greedy = PerPrefixKey(lambda: self._shared(1.0))
+        self._sampled = PerPrefixKey(lambda: self._shared(config.sampled_head_prior))
 
     @classmethod
     def head_kinds(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -265,7 +265,7 @@ class Mix(Drafter):
     def _begin(self, view: View) -> MixState:
         """A new sequence starts from what its tenant's sequences have learned."""
         known = self._greedy if view.params.temperature == 0.0 else self._sampled
-        estimator, calibration = known.of(view.salt)
+        estimator, calibration = known.of(view.key)
         return MixState(
             [None] * len(self._drafters),
             AcceptanceEstimator(estimator, self.config.sequence_estimate_weight),
