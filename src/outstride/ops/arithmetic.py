@@ -11,11 +11,13 @@ memory.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 
 from outstride.ops.attention_plan import KEYS, ROWS, AttentionPlan
 from outstride.ops.routing import Routing
+from outstride.ops.switches import ClampedSwiglu
 from outstride.ops.weights import ExpertWeights
 
 TILE = 16
@@ -46,8 +48,21 @@ def pad(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+class Multiplies(Protocol):
+    """A matrix that a backend keeps in a format of its own, and multiplies itself."""
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """x @ weight.T: [rows, in] to [rows, out]."""
+        ...
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor | Multiplies, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """x @ weight.T + bias, tile by tile: x [rows, in], whole tiles of rows; weight [out, in]."""
+    if not isinstance(weight, torch.Tensor):
+        found = weight.times(x)
+        return found if bias is None else found + bias
     result = x.new_empty(len(x), len(weight))
     for left in range(0, len(weight), WIDTH):
         columns, into = weight[left : left + WIDTH].t(), result[:, left : left + WIDTH]
@@ -77,9 +92,13 @@ def head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 def rope_tables(
     positions: torch.Tensor, inverse: torch.Tensor, factor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of each row's angles, [rows, 1, head_dim / 2]."""
+    """Cosines and sines of each row's angles, [rows, 1, head_dim / 2].
+
+    Pairs whose frequency is 0 have no RoPE, and are not multiplied by its factor either.
+    """
     angles = (positions.to(torch.float32)[:, None] * inverse)[:, None]
-    return angles.cos().mul_(factor), angles.sin().mul_(factor)
+    factors = torch.where(inverse == 0, 1.0, factor)
+    return angles.cos().mul_(factors), angles.sin().mul_(factors)
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -91,6 +110,30 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """gate * sigmoid(gate) * up; written out, because the library's depends on the buffer's tail."""
     return (gate / (gate.neg().exp_().add_(1.0))).mul_(up)
+
+
+def sigmoid_gate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """sigmoid(x @ weight), [rows, 1]: x has whole tiles of rows."""
+    product = linear(x, weight.expand(TILE, -1).contiguous())[:, :1]
+    return 1.0 / product.neg().exp_().add_(1.0)
+
+
+def gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up, with the tanh approximation: 0.5 (1 + tanh(u)) is the sigmoid of 2 u."""
+    twice = (gate * gate * gate * 0.044715 + gate) * (2 * math.sqrt(2 / math.pi))
+    return (gate / (twice.neg_().exp_().add_(1.0))).mul_(up)
+
+
+def clamped_swiglu_mul(gate: torch.Tensor, up: torch.Tensor, spec: ClampedSwiglu) -> torch.Tensor:
+    """gate * sigmoid(alpha * gate) * (up + 1), with gate and up clamped."""
+    gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    return (gate / ((gate * -spec.alpha).exp_().add_(1.0))).mul_(up.add_(1.0))
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap)"""
+    powers = (x.abs() * (-2.0 / cap)).exp_()
+    return ((1.0 - powers) / (1.0 + powers)).mul_(cap).copysign_(x)
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
@@ -134,22 +177,37 @@ def route(
 def through_experts(x: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
     """x [rows, hidden], each row through its own experts; results are added in expert order."""
     result = torch.zeros_like(x)
-    chosen, shares = route(linear(x, weights.router), weights.bias, weights.routing)
+    logits = linear(x, weights.router, weights.router_bias)
+    chosen, shares = route(logits, weights.bias, weights.routing)
+    inner_bias, outer_bias, clamped = weights.gate_up_bias, weights.down_bias, weights.activation
     for expert in torch.unique(chosen).tolist():
         rows, place = torch.where(chosen == expert)
-        gate, up = linear(pad(x[rows]), weights.gate_up[expert]).chunk(2, dim=-1)
-        found = linear(silu_mul(gate, up), weights.down[expert])[: len(rows)]
+        inner = linear(
+            pad(x[rows]),
+            weights.gate_up[expert],
+            None if inner_bias is None else inner_bias[expert],
+        )
+        gate, up = inner.chunk(2, dim=-1)
+        gated = silu_mul(gate, up) if clamped is None else clamped_swiglu_mul(gate, up, clamped)
+        bias = None if outer_bias is None else outer_bias[expert]
+        found = linear(gated, weights.down[expert], bias)[: len(rows)]
         result.index_add_(0, rows, found * shares[rows, place, None])
     return result
 
 
 def attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: AttentionPlan,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention of [kv_heads, rows, head_dim] over the cache, as planned.
 
     `queries` are scaled already; `keys` are [kv_heads, slots, head_dim] and `values` the same with
     SPARE columns of ones. Rows that are not in the plan are zeros.
+    cap: the soft cap of all logits. sinks: [kv_heads, rows], a logit that has no value.
     """
     heads, rows, size = queries.shape
     result = queries.new_zeros(heads, rows, size)
@@ -157,6 +215,8 @@ def attention(
         q = queries.index_select(1, chunk.queries).view(-1, ROWS, size)
         k = keys.index_select(1, chunk.keys).view(-1, KEYS, size)
         scores = torch.bmm(q, k.transpose(1, 2)).view(heads, -1, ROWS, KEYS)
+        if cap is not None:
+            scores = softcap(scores, cap)
         if len(chunk.bias):
             scores[:, : len(chunk.bias)] += chunk.bias
         peaks = scores.amax(dim=-1).clamp_(min=_FLOOR)
@@ -164,10 +224,11 @@ def attention(
         v = values.index_select(1, chunk.keys).view(-1, KEYS, size + SPARE)
         sums = torch.bmm(weights, v).view(heads, -1, size + SPARE)
         sums = sums.index_select(1, chunk.partials)
+        peaks = peaks.view(heads, -1).index_select(1, chunk.partials)
         if chunk.levels:
-            peaks = peaks.view(heads, -1).index_select(1, chunk.partials)
             of_row = peaks.index_select(1, chunk.row_partials).view(heads, len(chunk.rows), -1)
-            shift = peaks.sub_(of_row.amax(dim=-1).index_select(1, chunk.owners))
+            tops = of_row.amax(dim=-1)
+            shift = peaks.sub_(tops.index_select(1, chunk.owners))
             sums *= shift.exp_().unsqueeze(-1)
             for level in chunk.levels:
                 right = sums.index_select(1, level.right)
@@ -177,5 +238,10 @@ def attention(
                 else:
                     right += sums.index_select(1, level.onto)
                     sums.index_copy_(1, level.onto, right)
-        result.index_copy_(1, chunk.rows, sums[..., :size] / sums[..., size : size + 1])
+        else:
+            tops = peaks
+        total = sums[..., size : size + 1]
+        if sinks is not None:
+            total = total + (sinks.index_select(1, chunk.rows) - tops).exp_().unsqueeze(-1)
+        result.index_copy_(1, chunk.rows, sums[..., :size] / total)
     return result

@@ -20,16 +20,22 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from outstride.core.contracts import PassInput
-from outstride.core.graph import BoolArray, FloatArray, IntArray, TokenGraph
+from outstride.core.graph import FloatArray, IntArray, TokenGraph
 from outstride.core.proposal import Proposal, Scores
+from outstride.core.recurrent import StatePass, StateUpdate
 from outstride.core.sequence import BlockTable
 from outstride.errors import UnsupportedModel
 from outstride.ops import host_memory
 from outstride.ops.weights import AdapterWeights, DraftHeadWeights, ModelShape
 
+AdapterRows: TypeAlias = npt.NDArray[np.uint8]
+"""The number of the LoRA adapter that each row goes through; 0: none."""
+MAX_ADAPTERS = 255
+"""How many adapters a model can have at once: what a row's number can name."""
 HiddenStates: TypeAlias = Any
 """Rows of hidden states, [rows, hidden_size], in the form that a backend keeps them in."""
 Batch: TypeAlias = Any
@@ -49,8 +55,11 @@ class Span:
     first: int
     """The first node that this pass computes."""
     row: int
-    adapter_rows: BoolArray | None = None
-    """[computed nodes]: which of them go through the LoRA adapter; None: none of them."""
+    adapter_rows: AdapterRows | None = None
+    """[computed nodes]: the number of the LoRA adapter that each of them goes through, 0 for none;
+    None: none of them goes through one."""
+    state: StatePass | None = None
+    """The recurrent state of the sequence, in models with recurrent layers."""
 
     @property
     def rows(self) -> slice:
@@ -68,13 +77,13 @@ class HeadInput:
     first: int
 
 
-def adapter_rows_of(spans: Sequence[Span]) -> BoolArray | None:
-    """[rows] of a whole batch; None if no row goes through the adapter."""
+def adapter_rows_of(spans: Sequence[Span]) -> AdapterRows | None:
+    """[rows] of a whole batch; None if no row goes through an adapter."""
     if all(span.adapter_rows is None for span in spans):
         return None
     return np.concatenate(
         [
-            np.zeros(span.rows.stop - span.row, dtype=np.bool_)
+            np.zeros(span.rows.stop - span.row, dtype=np.uint8)
             if span.adapter_rows is None
             else span.adapter_rows
             for span in spans
@@ -131,21 +140,25 @@ class DraftHeadOps(ABC):
         the state that the head reads, and its state after the head is `hidden[0]` of the scores.
         """
 
-    def attach_adapter(self, layers: Sequence[AdapterWeights]) -> None:
-        """Takes a LoRA adapter, which is applied to the rows `Span.adapter_rows`.
+    def attach_adapter(self, layers: Sequence[AdapterWeights]) -> int:
+        """Takes a LoRA adapter; returns its number, by which `Span.adapter_rows` names it.
 
-        All other rows keep their bits, whatever else is in the batch. Raises UnsupportedModel if the
-        backend cannot run adapters.
+        It adds to the rows of its number. All other rows keep their bits, whatever else is in the
+        batch. Raises UnsupportedModel if the backend cannot run adapters.
         """
         if reason := self.unsupported_adapter():
             raise UnsupportedModel(f"{self._name} cannot run LoRA adapters: {reason}")
-        self._attach_adapter(layers)
+        return self._attach_adapter(layers)
+
+    def detach_adapter(self, number: int) -> None:
+        """Drops the weights of an adapter. Its number may be given to another one."""
+        raise NotImplementedError
 
     def _pack(self, weights: DraftHeadWeights) -> PackedHead:
         """Converts a draft head that is supported; by default `attach` does all of it."""
         return weights
 
-    def _attach_adapter(self, layers: Sequence[AdapterWeights]) -> None:
+    def _attach_adapter(self, layers: Sequence[AdapterWeights]) -> int:
         """Attaches an adapter; backends that support adapters override it."""
         raise NotImplementedError
 
@@ -182,6 +195,10 @@ class Ops(ABC):
     """How many positions back each layer attends, those of draft heads included; None: all."""
     asynchronous: bool = False
     """Whether a launched pass runs on its own, so that the host needs no thread for it."""
+    whole_passes: bool = False
+    """Whether a pass always runs all layers: none can be run alone, read or given a draft head."""
+    row_invariant: bool = True
+    """Whether the bits of a row depend on that row alone; otherwise they agree up to rounding."""
     device_chains: bool = False
     """Whether the backend finds the likeliest chain of a draft head's tokens itself."""
     draft_heads: DraftHeadOps
@@ -276,6 +293,10 @@ class Ops(ABC):
     @abstractmethod
     def move(self, sources: IntArray, targets: IntArray) -> None:
         """Copies KV between slots; all sources are read before any target is written."""
+
+    def update_states(self, updates: Sequence[StateUpdate]) -> None:
+        """Advances and copies recurrent states, in order; for backends that run recurrent layers."""
+        raise NotImplementedError
 
     @abstractmethod
     def feature(self, slot: int) -> FloatArray:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -35,11 +36,18 @@ class MatrixRows(Protocol):
     def block_kind(self) -> str | None:
         """The type of its 4-bit blocks, one of `BLOCK_KINDS`; None: it has none."""
 
+    @property
+    def stored_bits(self) -> float | None:
+        """Bits of a weight in the model file, where it is quantized; the most of all parts."""
+
     def floats(self, start: int, stop: int) -> FloatArray:
         """Rows `start` to `stop - 1` in float32."""
 
     def addresses(self, start: int, stop: int) -> npt.NDArray[np.uint64]:
         """Where the 4-bit blocks of these rows are in memory; 0 for rows of zeros."""
+
+    def blocks(self, start: int, stop: int) -> npt.NDArray[np.uint8] | None:
+        """4-bit codes of these rows as blocks of Q4_1, made for this call; None: there are none."""
 
 
 class Packing(Protocol):
@@ -62,6 +70,7 @@ class DenseRows:
     weight: FloatArray
     order: IntArray | None = None
     block_kind: str | None = None
+    stored_bits: float | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -79,12 +88,17 @@ class DenseRows:
     def addresses(self, start: int, stop: int) -> npt.NDArray[np.uint64]:
         raise NotImplementedError("float32 weights have no 4-bit blocks")
 
+    def blocks(self, start: int, stop: int) -> npt.NDArray[np.uint8] | None:
+        del start, stop
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class LayerRows:
     """The weights of one layer, matrices unread. Gate and up channels alternate (`alternating_rows`).
 
-    vectors: norms; biases: by the name of their matrix.
+    vectors: norms, and routers of experts [experts, hidden]; biases: by the name of their matrix.
+    Names of the weights of experts begin with "experts.".
     """
 
     matrices: Mapping[str, MatrixRows]
@@ -93,7 +107,7 @@ class LayerRows:
 
     @property
     def optional(self) -> set[str]:
-        """Names of the arrays that a layer of another model may lack."""
+        """Names of the arrays that another layer may lack."""
         return {*self.vectors, *(f"{name}.bias" for name in self.biases)}
 
 
@@ -101,7 +115,7 @@ class LayerRows:
 class ModelRows:
     """The weights of a model, matrices unread.
 
-    layers: all of them have the arrays `optional`. head: None for tied embeddings.
+    optional: the arrays `LayerRows.optional` of all layers. head: None for tied embeddings.
     """
 
     layers: Iterable[LayerRows]
@@ -121,6 +135,25 @@ def alternating_rows(inner: int) -> IntArray:
     each[inner:] = -1
     up = np.where(each < 0, -1, each + inner)
     return np.stack([each.reshape(-1, 16), up.reshape(-1, 16)], axis=1).reshape(-1)
+
+
+def stacked_rows(order: IntArray, count: int, rows: int) -> IntArray:
+    """The rows of `count` matrices of `rows` rows, concatenated, each of them in this order."""
+    each = np.arange(count)[:, None] * rows + order
+    return np.where(order < 0, -1, each).reshape(-1)
+
+
+@cache
+def expert_rows(count: int, inner: int, hidden: int) -> tuple[IntArray, IntArray]:
+    """The rows of the matrices of all experts of a layer in the order of the kernels.
+
+    Gate and up of an expert, concatenated, alternate; down is padded to whole pairs of tiles. The
+    arrays are shared by all layers: nobody may change them.
+    """
+    padded = np.arange(-(-hidden // 32) * 32)
+    padded[hidden:] = -1
+    gate_up = stacked_rows(alternating_rows(inner), count, 2 * inner)
+    return gate_up, stacked_rows(padded, count, hidden)
 
 
 def workers() -> int:

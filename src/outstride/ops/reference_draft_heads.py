@@ -26,7 +26,8 @@ from outstride.ops.weights import (
 )
 
 if TYPE_CHECKING:
-    from outstride.ops.reference import Reference, ReferenceBatch
+    from outstride.ops.reference import Reference
+    from outstride.ops.reference_batch import ReferenceBatch
 
 
 class ReferenceGemm:
@@ -72,6 +73,12 @@ class ReferenceDraftHeads(DraftHeadOps):
         self._medusas: dict[str, PackedMedusa[torch.Tensor]] = {}
         self._gemm = ReferenceGemm()
 
+    def unsupported_draft_head(self, weights: DraftHeadWeights) -> str | None:
+        switches = self._backend.shape.switches
+        if switches.latent is None and switches.full_attention is None:
+            return None
+        return "its layers would need the heads of a model with latent attention or two head sizes"
+
     def attach(self, name: str, packed: PackedHead) -> HeadPlacement:
         weights: DraftHeadWeights = packed
         backend, cache = self._backend, self._backend.cache
@@ -102,8 +109,14 @@ class ReferenceDraftHeads(DraftHeadOps):
             return self._backend.lm_head
         return self._backend.lm_head[torch.from_numpy(weights.vocabulary)]
 
-    def _attach_adapter(self, layers: Sequence[AdapterWeights]) -> None:
-        self._backend.adapter = layers
+    def _attach_adapter(self, layers: Sequence[AdapterWeights]) -> int:
+        adapters = self._backend.adapters
+        number = next(n for n in range(1, len(adapters) + 2) if n not in adapters)
+        adapters[number] = layers
+        return number
+
+    def detach_adapter(self, number: int) -> None:
+        del self._backend.adapters[number]
 
     def final_norm(self) -> torch.Tensor:
         return self._backend.norm

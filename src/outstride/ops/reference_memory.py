@@ -11,7 +11,7 @@ import torch
 from outstride.core.graph import IntArray
 from outstride.ops.arithmetic import SPARE
 from outstride.ops.contract import Span
-from outstride.ops.weights import ModelShape
+from outstride.ops.weights import ModelShape, head_sizes
 
 
 def zeros(*shape: int) -> torch.Tensor:
@@ -71,16 +71,27 @@ class ReferenceCache:
         """By layer: [kv_heads, slots, head_dim]."""
         self.values: list[torch.Tensor] = []
         """By layer: [kv_heads, slots, head_dim + SPARE]; the last columns are ones."""
-        self.add_layers(shape.layers)
+        sources = shape.switches.kv_layers or range(shape.layers)
+        for layer, source in enumerate(sources):
+            if shape.switches.recurrent is not None and shape.switches.recurrent.layers[layer]:
+                self._add(0, 0)  # it has no KV
+            elif source == layer:
+                self._add(*head_sizes(shape, layer))
+            else:
+                self.keys.append(self.keys[source])
+                self.values.append(self.values[source])
         self._stored = features
         self.features = zeros(slots, len(features) * shape.hidden_size)
         """[slots, stored layers * hidden]"""
 
     def add_layers(self, count: int) -> None:
         """Room for the KV of further layers."""
-        heads, size = self._shape.kv_heads, self._shape.head_dim
-        self.keys += [zeros(heads, self.slots, size) for _ in range(count)]
-        self.values += [zeros(heads, self.slots, size + SPARE) for _ in range(count)]
+        for _ in range(count):
+            self._add(self._shape.kv_heads, self._shape.head_dim)
+
+    def _add(self, heads: int, size: int) -> None:
+        self.keys.append(zeros(heads, self.slots, size))
+        self.values.append(zeros(heads, self.slots, size + SPARE))
 
     def store_layers(self, layers: tuple[int, ...]) -> None:
         """From now on the hidden states that enter these layers are stored as well.
@@ -117,7 +128,8 @@ class ReferenceCache:
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copies everything from slots to slots; all sources are read first."""
-        for pool in (*self.keys, *self.values):
+        shared = {id(pool): pool for pool in (*self.keys, *self.values)}
+        for pool in shared.values():
             pool.index_copy_(1, targets, pool.index_select(1, sources))
         if self._stored:
             self.features.index_copy_(0, targets, self.features.index_select(0, sources))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +26,21 @@ class Routing:
     scale: float = 1.0
     groups: int = 1
     groups_kept: int = 1
+
+
+class ExpertShape(Protocol):
+    """The sizes of the experts of a model.
+
+    layers: which layers have experts. shared: the inner size of the shared expert; 0 for none.
+    """
+
+    @property
+    def layers(self) -> Sequence[bool]: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def shared(self) -> int: ...
+    @property
+    def routing(self) -> Routing: ...

@@ -7,7 +7,7 @@ head: the layers of the target whose input hidden states it reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -15,7 +15,9 @@ import torch
 
 from outstride.core.draft_heads import BigramTable
 from outstride.core.graph import IntArray
-from outstride.ops.routing import Routing
+from outstride.ops.recurrent import RecurrentWeights
+from outstride.ops.routing import ExpertShape, Routing
+from outstride.ops.switches import LLAMA, NAMES, ClampedSwiglu, RopeWeights, Switches
 
 
 class ModelShape(Protocol):
@@ -48,22 +50,42 @@ class ModelShape(Protocol):
     @property
     def rope_scale(self) -> float: ...
     @property
-    def experts(self) -> object | None: ...
+    def experts(self) -> ExpertShape | None: ...
     @property
     def wide_norms(self) -> bool: ...
     @property
     def clip(self) -> float | None: ...
+    @property
+    def switches(self) -> Switches: ...
 
 
-def unusual_layers(shape: ModelShape) -> str | None:
-    """What a model's layers have beyond dense Llama layers; None if they have nothing else."""
-    if shape.experts is not None:
-        return "layers with a mixture of experts"
-    if shape.wide_norms:
-        return "query and key norms over all heads"
-    if shape.clip is not None:
-        return "clipped queries, keys and values"
-    return None
+def unusual_layers(shape: ModelShape, runs: Collection[str] = ()) -> str | None:
+    """What a model's layers have beyond dense Llama layers; None if they have nothing else.
+
+    runs: what a backend runs nevertheless: "experts", "wide_norms", "clip" and fields of `Switches`.
+    """
+    found = {
+        "layers with a mixture of experts": shape.experts is not None and "experts" not in runs,
+        "query and key norms over all heads": shape.wide_norms and "wide_norms" not in runs,
+        "clipped queries, keys and values": shape.clip is not None and "clip" not in runs,
+    }
+    for field, name in NAMES.items():
+        found[name] = field not in runs and getattr(shape.switches, field) != getattr(LLAMA, field)
+    return next((name for name, present in found.items() if present), None)
+
+
+def attention_scale(shape: ModelShape, layer: int = 0) -> float:
+    """The factor of the attention logits of a layer."""
+    scale = shape.switches.attention_scale
+    return head_sizes(shape, layer)[1] ** -0.5 if scale is None else scale
+
+
+def head_sizes(shape: ModelShape, layer: int) -> tuple[int, int]:
+    """The number of KV heads and the size of a head of a layer."""
+    full = shape.switches.full_attention
+    if full is not None and layer < shape.layers and shape.windows[layer] is None:
+        return full.kv_heads, full.head_dim
+    return shape.kv_heads, shape.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +101,52 @@ class ExpertWeights:
     """[experts, 2 * inner, hidden]"""
     down: torch.Tensor
     """[experts, hidden, inner]"""
+    shared_gate: torch.Tensor | None = None
+    """[hidden]: the shared expert is scaled by a sigmoid of the product with it."""
+    router_bias: torch.Tensor | None = None
+    """[experts]: added to the router's logits."""
+    gate_up_bias: torch.Tensor | None = None
+    """[experts, 2 * inner]"""
+    down_bias: torch.Tensor | None = None
+    """[experts, hidden]"""
+    activation: ClampedSwiglu | None = None
+    """None: SiLU."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """The projections of latent attention (MLA). Keys and values are never expanded.
+
+    The rows that expand a latent row to keys are absorbed into queries, and those that expand it to
+    values are applied after attention.
+    """
+
+    queries: torch.Tensor
+    """[heads * (nope_dim + rope_dim), hidden or query_rank]"""
+    query_down: torch.Tensor | None
+    """[query_rank, hidden]"""
+    query_norm: torch.Tensor | None
+    """[query_rank]"""
+    kv_down: torch.Tensor
+    """[rank + rope_dim, hidden]"""
+    kv_norm: torch.Tensor
+    """[rank]"""
+    keys_up: torch.Tensor
+    """[heads, rank, nope_dim]"""
+    values_up: torch.Tensor
+    """[heads, value_dim, rank]"""
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerWeights:
+    """The embedding that each layer reads for itself (Gemma 4)."""
+
+    embedding: torch.Tensor
+    """[vocabulary, layers * width], scaled already"""
+    projection: torch.Tensor
+    """[layers * width, hidden]: of the hidden states before the first layer"""
+    norm: torch.Tensor
+    """[width]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +159,10 @@ class LayerWeights:
     """
 
     attention_norm: torch.Tensor
-    """[hidden]; empty in draft heads whose layer has no norm before attention."""
+    """[hidden]; empty in layers without a norm before attention."""
     qkv: torch.Tensor
-    """[(heads + 2 * kv_heads) * head_dim, hidden]; EAGLE-3 reads [.., 2 * hidden]."""
+    """[(heads + 2 * kv_heads) * head_dim, hidden]; EAGLE-3 reads [.., 2 * hidden]. With an output gate
+    of attention, its [heads * head_dim] rows come last."""
     qkv_bias: torch.Tensor | None
     query_norm: torch.Tensor | None
     """[head_dim], or one weight for each column of all heads."""
@@ -102,7 +171,7 @@ class LayerWeights:
     """[hidden, heads * head_dim]"""
     output_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
-    """[hidden]"""
+    """[hidden]; empty in layers without a norm before the MLP."""
     gate_up: torch.Tensor
     """[2 * inner, hidden]"""
     gate_up_bias: torch.Tensor | None
@@ -112,6 +181,24 @@ class LayerWeights:
     experts: ExpertWeights | None = None
     clip: float | None = None
     """Queries, keys and values are clamped to [-clip, clip]."""
+    attention_post_norm: torch.Tensor | None = None
+    """[hidden]: norm of what attention adds to the hidden states."""
+    mlp_post_norm: torch.Tensor | None = None
+    """[hidden]: norm of what the MLP adds to them."""
+    sinks: torch.Tensor | None = None
+    """[heads]: a logit of each query head that takes part in the softmax and has no value."""
+    per_layer_gate: torch.Tensor | None = None
+    """[per_layer_inputs, hidden]"""
+    per_layer_output: torch.Tensor | None = None
+    """[hidden, per_layer_inputs]"""
+    per_layer_norm: torch.Tensor | None = None
+    """[hidden]"""
+    scale: float = 1.0
+    """The factor of the hidden states that leave the layer."""
+    latent: LatentWeights | None = None
+    """Latent attention; `qkv` is empty then."""
+    recurrent: RecurrentWeights | None = None
+    """The mixer of a recurrent layer, which has no attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +217,14 @@ class ModelWeights:
     page_size: int
     features: tuple[int, ...] = ()
     """The layers whose input hidden states are stored next to the KV cache."""
+    per_layer: PerLayerWeights | None = None
+    state_slots: int = 0
+    """How many recurrent states there are."""
 
 
 SKIP_FIRST = -1
 """A window: everything but position 0. EAGLE reads the hidden state before each token, and there is
 none before the first one."""
-
-
-@dataclass(frozen=True, slots=True)
-class RopeWeights:
-    """RoPE frequencies of a draft head that differ from the model's."""
-
-    frequencies: tuple[float, ...]
-    """[head_dim / 2]"""
-    scale: float = 1.0
-    """Factor of all cosines and sines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +352,9 @@ class LoraWeights:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """What a LoRA adapter adds to the products of one layer."""
+    """What a LoRA adapter adds to the products of one layer; None: nothing."""
 
-    qkv: LoraWeights
-    output: LoraWeights
-    gate_up: LoraWeights
-    down: LoraWeights
+    qkv: LoraWeights | None = None
+    output: LoraWeights | None = None
+    gate_up: LoraWeights | None = None
+    down: LoraWeights | None = None

@@ -14,12 +14,16 @@ from outstride.core.graph import NodeId, chain, tree
 from outstride.core.host_library import address
 from outstride.core.proposal import Wants
 from outstride.core.sampling import SamplingSpec
+from outstride.models import lora
 from outstride.models.decoder import Decoder
+from outstride.models.experts import Experts
 from outstride.ops.cpu import Cpu, native
 from outstride.ops.cpu.int4 import GROUP
 from outstride.ops.cpu.int8 import Int8Matrix
 from outstride.ops.matrix_rows import BLOCK_KINDS, DEQUANTIZED_KINDS
+from outstride.ops.routing import Routing
 from tests.models.drive import Hand, random_decoder, tiny, tokens
+from tests.models.lora_files import linear_shapes, write_lora
 from tests.models.test_adapters import adapted, canvas
 from tests.ops.replay.recording import Recording, RecordingLibrary
 
@@ -34,6 +38,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "windows": (5, None),
         "layers": 2,
+    },
+    "experts": {
+        "experts": Experts((True, True), 6, 64, Routing(2, normalized=True), shared=16, bias=True),
+        "hidden_size": 64,
+    },
+    "experts of odd sizes": {
+        "experts": Experts((False, True), 5, 20, Routing(3), shared=24, shared_gate=True),
+        "head_norms": True,
+        "wide_norms": True,
+        "clip": 0.9,
     },
     "long heads": {"hidden_size": 64, "intermediate_size": 128, "head_dim": 64, "layers": 1},
 }
@@ -116,5 +130,9 @@ def record(path: Path) -> dict[str, int]:
         model = random_decoder(tiny(), make_ops=make)
         spec = adapted(model, path.parent / "adapter")
         Hand(model, list(range(9))).run(canvas(spec.token, 0, 2))
+        write_lora(path.parent / "lora", linear_shapes(model.config), r".*\.(q|down)_proj")
+        found = lora.read(path.parent / "lora", model.config)
+        model.attach_adapter("x", found.digest, found.layers)
+        Hand(model, list(range(9)), adapter="x").read(tokens(12), 4)
     recording.close()
     return recording.calls

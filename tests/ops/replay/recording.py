@@ -24,7 +24,7 @@ from outstride.ops.cpu.hadamard import HadamardRotation
 
 END, MEMORY, POINTER, OPEN, CALL, EXPECT = range(6)
 NUMBER, ADDRESS, ENGINE = range(3)
-WITH_ENGINE = ("project", "attend", "output", "mlp", "head", "choose")
+WITH_ENGINE = ("project", "attend", "output", "mlp", "head", "choose", "reserve_experts")
 PACKING = ("pack", "pack_int4", "repack_int4", "dequantize")
 KERNELS = (*WITH_ENGINE, *PACKING, "keep", "move", "rows")
 FRAMES = 8

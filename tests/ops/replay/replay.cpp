@@ -120,6 +120,7 @@ struct Replay {
     if (call == "attend") return outstride_attend(p(0), (Layer*)p(1));
     if (call == "output") return outstride_output(p(0), (Layer*)p(1));
     if (call == "mlp") return outstride_mlp(p(0), (Layer*)p(1));
+    if (call == "reserve_experts") return (void)outstride_reserve_experts(p(0), (Experts*)p(1), n(2), n(3));
     if (call == "head") return outstride_head(p(0), (Head*)p(1));
     if (call == "choose") return outstride_choose(p(0), (SampleTask*)p(1));
     if (call == "keep")

@@ -16,14 +16,33 @@ from outstride.ops.contract import HeadInput, Ops, Span, adapter_rows_of
 from outstride.ops.cpu import native
 from outstride.ops.cpu.draft_heads import CpuDraftHeads
 from outstride.ops.cpu.embedding import PackedEmbedding
+from outstride.ops.cpu.float_rows import dense_model
 from outstride.ops.cpu.gemm import Gemm
+from outstride.ops.cpu.packed_reference import PackedReference
 from outstride.ops.cpu.runtime import Runtime
 from outstride.ops.cpu.sampler import Sampler
-from outstride.ops.cpu.weights import PackedModel, dense_model
+from outstride.ops.cpu.weights import PackedModel
 from outstride.ops.cpu.workspace import CpuBatch, as_slice
 from outstride.ops.weights import ModelShape, ModelWeights, unusual_layers
 
 __all__ = ["Cpu", "native"]
+
+RUNS = (
+    "experts",
+    "wide_norms",
+    "clip",
+    "activation",
+    "attention_scale",
+    "attention_softcap",
+    "logit_softcap",
+    "pre_norms",
+    "post_norms",
+    "sinks",
+    "local_rope",
+    "query_growth",
+    "expert_activation",
+)
+"""What the kernels run beyond dense Llama layers, as `unusual_layers` names it."""
 
 
 class Cpu(Ops):
@@ -88,7 +107,9 @@ class Cpu(Ops):
     @classmethod
     def supports(cls, shape: ModelShape) -> str | None:
         native.chosen_isa()  # a wrong OUTSTRIDE_ISA is an error before anything is loaded
-        if what := unusual_layers(shape):
+        if shape.switches.recurrent is not None:
+            return PackedReference.supports(shape)
+        if what := unusual_layers(shape, runs=RUNS):
             return f"the native CPU kernels cannot run {what} yet"
         if not native.library().outstride_record(shape.head_dim):
             return f"the native CPU kernels cannot run heads of {shape.head_dim} dimensions"
@@ -96,6 +117,8 @@ class Cpu(Ops):
 
     @classmethod
     def kv_bytes_per_token(cls, shape: ModelShape) -> int:
+        if shape.switches.recurrent is not None:
+            return PackedReference.kv_bytes_per_token(shape)
         per_block: int = native.library().outstride_record(shape.head_dim)  # of 16 keys or values
         return -(-2 * shape.layers * shape.kv_heads * per_block // 16)
 
@@ -105,7 +128,7 @@ class Cpu(Ops):
         runtime, rows = self.runtime, spans[-1].rows.stop
         runtime.reserve(rows)
         space = runtime.space
-        space.fill(spans, rows, adapter_rows_of(spans) if runtime.adapter else None)
+        space.fill(spans, rows, adapter_rows_of(spans))
         runtime.reserve_positions(max(space.layout.positions[:rows].tolist()))
         slots = space.layout.slots[:rows].copy()
         return CpuBatch(spans, rows, slots, as_slice(slots))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,27 +15,45 @@ from outstride.ops.cpu.int8 import alternating
 from outstride.ops.cpu.weights import PackedLayerWeights
 from outstride.ops.weights import AdapterWeights, LoraWeights
 
+PRODUCTS = 4
+"""Of a layer: qkv, output, gate_up and down."""
 
-@dataclass(slots=True)
-class PackedAdapter:
-    """What a LoRA adapter adds to the products of all layers."""
 
-    layers: list[ctypes.Array[native.LoraStruct]]
-    max_rank: int
-    _held: list[npt.NDArray[Any]]
-    """The arrays that the structures point to."""
+class PackedAdapters:
+    """What LoRA adapters add to the products of all layers. Adapters are numbered from 1 on."""
 
-    @classmethod
-    def pack(
-        cls,
+    def __init__(self) -> None:
+        self._layers: list[list[list[native.LoraStruct]] | None] = []
+        """For each number the products of its layers; None: the number is free."""
+        self._held: list[list[npt.NDArray[Any]]] = []
+        """For each number the arrays that its structures point to."""
+        self._arrays: dict[int, ctypes.Array[native.LoraStruct]] = {}
+        """What the structure of each layer points to."""
+
+    def __bool__(self) -> bool:
+        return any(layers is not None for layers in self._layers)
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank of any product."""
+        ranks: list[int] = [
+            struct.rank for adapter in self._layers for layer in adapter or () for struct in layer
+        ]
+        return max(ranks)
+
+    def add(
+        self,
         layers: Sequence[AdapterWeights],
         own: Sequence[PackedLayerWeights],
         widths: tuple[int, int, int],
-    ) -> PackedAdapter:
-        """own: the model's layers. widths: padded, of hidden states, of all heads, of the MLP."""
+    ) -> int:
+        """Packs an adapter; returns its number.
+
+        own: the model's layers. widths: padded, of hidden states, of all heads, of the MLP.
+        """
         held: list[npt.NDArray[Any]] = []
-        found, max_rank = [], 0
         width, heads, inner = widths
+        found = []
         for weights, layer in zip(layers, own, strict=True):
             products = (
                 (weights.qkv, width, layer.qkv.tiles, False),
@@ -44,19 +61,40 @@ class PackedAdapter:
                 (weights.gate_up, width, layer.gate_up.tiles, True),
                 (weights.down, inner, layer.down.tiles, False),
             )
-            structs = [_pack(held, *product) for product in products]
-            found.append((native.LoraStruct * len(structs))(*structs))
-            max_rank = max(max_rank, *(struct.rank for struct in structs))
-        return cls(found, max_rank, held)
+            found.append([_pack(held, *product) for product in products])
+        free = [i for i, layers in enumerate(self._layers) if layers is None]
+        if not free:
+            free = [len(self._layers)]
+            self._layers.append(None)
+            self._held.append([])
+        self._layers[free[0]], self._held[free[0]] = found, held
+        return free[0] + 1
+
+    def remove(self, number: int) -> None:
+        """Drops an adapter; its number is free then."""
+        self._layers[number - 1], self._held[number - 1] = None, []
+
+    def of_layer(self, layer: int) -> ctypes.Array[native.LoraStruct]:
+        """[adapters * 4]: what each adapter adds to the products of a layer."""
+        nothing = [native.LoraStruct()] * PRODUCTS
+        found = [
+            struct
+            for adapter in self._layers
+            for struct in (nothing if adapter is None else adapter[layer])
+        ]
+        self._arrays[layer] = (native.LoraStruct * len(found))(*found)
+        return self._arrays[layer]
 
 
 def _pack(
-    held: list[npt.NDArray[Any]], lora: LoraWeights, width: int, tiles: int, gated: bool
+    held: list[npt.NDArray[Any]], lora: LoraWeights | None, width: int, tiles: int, gated: bool
 ) -> native.LoraStruct:
     """One product: a [rank, width], b [tiles, rank, 16], and which ranks each tile uses, [tiles, 2].
 
     gated: whether gate and up channels alternate, as in the product that it is added to.
     """
+    if lora is None:
+        return native.LoraStruct()  # of rank 0: it adds nothing
     rank, columns = lora.a.shape
     a = np.zeros((rank, width), dtype=np.float32)
     a[:, :columns] = lora.a.numpy()

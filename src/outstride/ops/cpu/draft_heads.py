@@ -93,8 +93,11 @@ class CpuDraftHeads(DraftHeadOps):
         layers = runtime.shape.layers
         return HeadPlacement((layers, layers), runtime.feature_range(weights.layer))
 
-    def _attach_adapter(self, layers: Sequence[AdapterWeights]) -> None:
-        self._runtime.attach_adapter(layers)
+    def _attach_adapter(self, layers: Sequence[AdapterWeights]) -> int:
+        return self._runtime.attach_adapter(layers)
+
+    def detach_adapter(self, number: int) -> None:
+        self._runtime.detach_adapter(number)
 
     def final_norm(self) -> torch.Tensor:
         size = self._runtime.shape.hidden_size

@@ -19,7 +19,8 @@ from outstride.ops.cpu.gemm import Gemm
 from outstride.ops.cpu.int8 import Int8Matrix, rounded
 from outstride.ops.cpu.runtime import ExtraLayers, Runtime
 from outstride.ops.cpu.weights import pack_layer
-from outstride.ops.weights import SKIP_FIRST, EagleWeights, ModelShape, RopeWeights
+from outstride.ops.switches import RopeWeights
+from outstride.ops.weights import SKIP_FIRST, EagleWeights, ModelShape
 
 
 @dataclass(slots=True)

@@ -95,6 +95,8 @@ class Gemm:
         results: int | None,
     ) -> None:
         runtime = self._runtime
+        own = norm is runtime.weights.norm  # of the model, not of a draft head
+        cap = runtime.shape.switches.logit_softcap if own else None
         rows, width = x.shape
         runtime.reserve(rows)
         runtime.lib.outstride_head(
@@ -111,6 +113,7 @@ class Gemm:
                 matrix.channels,
                 k,
                 runtime.shape.norm_eps,
+                cap or 0.0,
             ),
         )
 

@@ -170,12 +170,18 @@ class Int4Matrix:
         start, stop = first * 16, min(last * 16, self.channels)
         tile = self.depth // GROUP * _BLOCK
         data = self.data[first * tile : last * tile]
-        if rows.block_kind is not None and native.library_path() is not None:
+        kind = rows.block_kind
+        made = rows.blocks(start, stop) if kind is None and native.library_path() else None
+        if (kind is not None or made is not None) and native.library_path() is not None:
             addresses = np.zeros((last - first) * 16, dtype=np.uint64)
-            addresses[: max(stop - start, 0)] = rows.addresses(start, stop)
-            kind, groups = BLOCK_KINDS.index(rows.block_kind), self.k // GROUP
+            if made is None:
+                addresses[: max(stop - start, 0)] = rows.addresses(start, stop)
+            else:
+                kind, each = "Q4_1", np.arange(len(made), dtype=np.uint64)
+                addresses[: len(made)] = made.ctypes.data + each * made.shape[1]
+            number, groups = BLOCK_KINDS.index(kind or ""), self.k // GROUP
             if not native.library().outstride_repack_int4(
-                addresses.ctypes.data, kind, groups, last - first, self.depth, data.ctypes.data
+                addresses.ctypes.data, number, groups, last - first, self.depth, data.ctypes.data
             ):
                 return
         self._quantize(np.ascontiguousarray(rows.floats(start, stop), dtype=np.float32), data)
@@ -227,9 +233,13 @@ class Int4Matrix:
 
 def quantize_layer(layer: LayerWeights) -> None:
     """Quantizes a layer's matrices and replaces them by the dequantized values, in place."""
-    for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
-        grouped = Int4Matrix.of(matrix.numpy(), None, rounded(matrix.shape[1], GROUP))
-        matrix.copy_(torch.from_numpy(grouped.dense()))
+    matrices = [layer.qkv, layer.output, layer.gate_up, layer.down]
+    if layer.experts is not None:
+        matrices += [*layer.experts.gate_up, *layer.experts.down]
+    for matrix in matrices:
+        if len(matrix):
+            grouped = Int4Matrix.of(matrix.numpy(), None, rounded(matrix.shape[1], GROUP))
+            matrix.copy_(torch.from_numpy(grouped.dense()))
 
 
 def _lay(grids: _Grids, data: Bytes) -> None:

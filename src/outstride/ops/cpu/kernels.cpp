@@ -98,17 +98,33 @@ struct Pass {  // shared by all layers of a pass
   const int64_t* slots;
   const int32_t* pages;
   const int32_t* tails;
-  const uint8_t* gates;  // [rows]: 1 for rows that use the adapter; null: none does
+  const uint8_t* adapter_rows;  // [rows]: the number of each row's adapter, 0: none; null: all none
   float* low;            // [rows][ranks], or one such block per thread where rows are few
+  const float* local_cos;  // [positions][head_dim / 2]: of layers with a window, where theirs differ
+  const float* local_sin;
+  const float* growth;   // [positions]: factors of queries; or null
+  float* branch;         // [rows][width]: what is normalised before it is added to x
   int32_t ranks;
   int32_t rows, width, hidden, heads_width, middle_width, heads, kv_heads, head_dim, page_size;
   float eps, scale;
 };
 
+struct Experts {  // the mixture of experts of a layer: see kernels.experts.inc and ops/routing.py
+  const float* router;       // [count][width]
+  const float* router_bias;  // [count]: added to the router's logits; or null
+  const float* bias;         // [count]: added to the scores by which experts are chosen; or null
+  const float* shared_gate;  // [width]: what a sigmoid scales the shared expert by; or null
+  const Matrix* gate_up;     // of all experts, one after the other
+  const Matrix* down;
+  int32_t count, per_token, sigmoid, biased, normalized, groups, groups_kept;
+  float scale;
+  float alpha, limit;  // of a clamped SwiGLU; limit 0: SiLU
+};
+
 struct Layer {
   const Pass* pass;
   const Node* const* nodes;  // where this layer's nodes are found: windows differ between layers
-  const float* attention_norm;
+  const float* attention_norm;  // or null, as mlp_norm
   const float* query_norm;
   const float* key_norm;
   const float* mlp_norm;
@@ -118,8 +134,17 @@ struct Layer {
   const Matrix* down;
   uint8_t* keys;    // [slots / 16][kv_heads]: see kernels.cache.inc
   uint8_t* values;
-  const LoraFactors* adapter;  // to qkv, output, gate_up and down; or null
-  int32_t rotate;
+  const LoraFactors* adapters;  // [adapters][4]: to qkv, output, gate_up and down; or null
+  int32_t rotate;          // 0: no RoPE; 1: that of the pass; 2: its local one
+  int32_t wide_norms;      // whether norms of queries and keys run over all heads of a row
+  float clip;              // of queries, keys and values; 0: they are not clipped
+  const float* attention_post_norm;  // of what attention adds to x; or null
+  const float* mlp_post_norm;        // of what the MLP adds to x; or null
+  const float* sinks;      // [heads]: a logit without a value; or null
+  int32_t activation;      // 0: SiLU, 1: GELU with tanh
+  float softcap;           // of attention logits; 0: none
+  float scale;             // of attention logits; 0: that of the pass
+  const Experts* experts;  // or null; gate_up and down are then the shared expert, of no tiles if there is none
 };
 
 struct Best {
@@ -134,7 +159,7 @@ struct Head {
   float* logits;  // [rows][tiles * 16] or null
   Best* best;     // [threads][rows][k], best first
   int32_t rows, width, hidden, vocabulary, k;
-  float eps;
+  float eps, softcap;  // softcap: of logits; 0: none
 };
 
 struct SamplingSpec {  // temperature, filters and the key of the noise: see core/sampling.py
@@ -170,6 +195,19 @@ struct Codes {  // quantized rows: at most two bytes for each value, one scale f
   float* scale;
   int32_t* sums;  // [rows][slices]: sums of the values
   float* groups;  // [rows][depth / 32][2]: for weights of 4 bits, see kernels.int4.inc
+};
+
+struct ExpertSpace {  // buffers of layers with experts; a pair is a row and one of its experts
+  float *normed = nullptr, *logits = nullptr;  // [rows][width], [rows][stride]
+  float* shared = nullptr;                     // [rows]: factors of the shared expert
+  float *shares = nullptr, *pair_shares = nullptr;
+  int32_t *chosen = nullptr, *places = nullptr;  // [rows][per_token]: experts, pairs
+  int32_t *pair_rows = nullptr, *pair_experts = nullptr;
+  int32_t *starts = nullptr, *next = nullptr, *active = nullptr;  // by expert; those that have rows
+  int32_t* kept = nullptr;                                        // [threads][groups]
+  float* middle = nullptr;                                        // [pairs][inner]
+  Codes codes{};                                                  // of pairs
+  int32_t stride = 0, active_count = 0;
 };
 
 // Products over at most this many columns are summed as 32-bit integers without overflow; longer ones
@@ -214,6 +252,7 @@ struct Pool {
   Share shares[MAX_THREADS];
   Codes codes[MAX_THREADS];
   Codes shared{};
+  ExpertSpace experts{};
   Taken taken[STAGES][MAX_THREADS];
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
@@ -527,6 +566,8 @@ struct Kernels {
   void (*attend)(const void*, Share*);
   void (*output)(const void*, Share*);
   void (*mlp)(const void*, Share*);
+  void (*route)(const void*, Share*);
+  void (*experts)(const void*, Share*);
   void (*head)(const void*, Share*);
   void (*choose)(const void*, Share*);
 };
@@ -537,6 +578,8 @@ struct Kernels {
         [](const void* a, Share* s) { space::attend((const Layer*)a, s); }, \
         [](const void* a, Share* s) { space::output((const Layer*)a, s); }, \
         [](const void* a, Share* s) { space::mlp((const Layer*)a, s); },       \
+        [](const void* a, Share* s) { space::route((const Layer*)a, s); },     \
+        [](const void* a, Share* s) { space::experts((const Layer*)a, s); },   \
         [](const void* a, Share* s) { space::head((const Head*)a, s); },     \
         [](const void* a, Share* s) { space::choose((const SampleTask*)a, s); }  \
   }
@@ -623,6 +666,17 @@ struct Engine {
   Kernels kernels;
 };
 
+void free_experts(ExpertSpace* w) {
+  for (float* p : {w->normed, w->logits, w->shared, w->shares, w->pair_shares, w->middle, w->codes.scale,
+                   w->codes.groups})
+    free(p);
+  for (int32_t* p : {w->chosen, w->places, w->pair_rows, w->pair_experts, w->starts, w->next, w->active, w->kept,
+                     w->codes.sums})
+    free(p);
+  free(w->codes.bytes);
+  *w = ExpertSpace{};
+}
+
 }  // namespace
 
 extern "C" {
@@ -677,6 +731,31 @@ void* outstride_open(int threads, int isa, int rows, int depth, int scratch) {
   return e;
 }
 
+// Buffers for layers with experts: for `rows` rows of `width` values. 1: out of memory.
+int outstride_reserve_experts(void* engine, const Experts* e, int rows, int width) {
+  Pool* p = &((Engine*)engine)->pool;
+  free_experts(&p->experts);
+  ExpertSpace* w = &p->experts;
+  const size_t count = e->count, pairs = (size_t)rows * e->per_token, inner = (size_t)e->gate_up->tiles / count * 8;
+  const size_t depth = std::max(e->gate_up->depth, e->down->depth);
+  w->stride = (int)((count + 15) / 16 * 16 + 16 + (2 * count + 15) / 16 * 16);
+  bool sound = true;
+  const auto reserve = [&](auto** out, size_t values) {
+    *out = (std::remove_reference_t<decltype(**out)>*)aligned_alloc(64, (values * sizeof(**out) + 127) / 64 * 64);
+    sound = sound && *out;
+  };
+  reserve(&w->normed, (size_t)rows * width), reserve(&w->logits, (size_t)rows * w->stride);
+  reserve(&w->shared, rows), reserve(&w->shares, pairs), reserve(&w->pair_shares, pairs);
+  reserve(&w->chosen, pairs), reserve(&w->places, pairs);
+  reserve(&w->pair_rows, pairs), reserve(&w->pair_experts, pairs);
+  reserve(&w->starts, count + 1), reserve(&w->next, count), reserve(&w->active, count);
+  reserve(&w->kept, (size_t)p->count * e->groups), reserve(&w->middle, pairs * inner);
+  // Rows are read in blocks of sixteen, as in `outstride_open`.
+  reserve(&w->codes.bytes, (2 * depth + 64) * (pairs + 16)), reserve(&w->codes.scale, pairs);
+  reserve(&w->codes.sums, pairs * slices((int)depth)), reserve(&w->codes.groups, (depth / 16 + 2) * (pairs + 16));
+  return sound ? 0 : 1;
+}
+
 void outstride_close(void* engine) {
   Engine* e = (Engine*)engine;
   Pool* p = &e->pool;
@@ -687,13 +766,21 @@ void outstride_close(void* engine) {
     free(p->codes[i].groups), free(p->shares[i].scratch), free(p->shares[i].rotated);
   }
   free(p->shared.bytes), free(p->shared.scale), free(p->shared.sums), free(p->shared.groups);
+  free_experts(&p->experts);
   delete e;
 }
 
 void outstride_project(void* e, const Layer* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.project, a); }
 void outstride_attend(void* e, const Layer* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.attend, a); }
 void outstride_output(void* e, const Layer* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.output, a); }
-void outstride_mlp(void* e, const Layer* a) { run(&((Engine*)e)->pool, ((Engine*)e)->kernels.mlp, a); }
+
+// The router reads rows before the shared expert adds to them.
+void outstride_mlp(void* engine, const Layer* a) {
+  Engine* e = (Engine*)engine;
+  if (a->experts) run(&e->pool, e->kernels.route, a);
+  if (a->gate_up->tiles) run(&e->pool, e->kernels.mlp, a);
+  if (a->experts) run(&e->pool, e->kernels.experts, a);
+}
 
 // Consecutive layers in one call: the caller's thread may do something else meanwhile.
 void outstride_layers(void* engine, const Layer* a, int count) {
@@ -807,3 +894,5 @@ void outstride_rows(const Matrix* m, const int64_t* ids, int count, int k, int w
 }
 
 }  // extern "C"
+
+#include "kernels.recurrent.inc"

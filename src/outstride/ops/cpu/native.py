@@ -72,6 +72,10 @@ class PassStruct(c.Structure):
         ("tails", _P),
         ("adapter_rows", _P),
         ("low", _P),
+        ("local_cos", _P),
+        ("local_sin", _P),
+        ("growth", _P),
+        ("branch", _P),
         ("ranks", _I),
         ("rows", _I),
         ("width", _I),
@@ -84,6 +88,29 @@ class PassStruct(c.Structure):
         ("page_size", _I),
         ("eps", _F),
         ("scale", _F),
+    )
+
+
+class ExpertsStruct(c.Structure):
+    """The mixture of experts of a layer."""
+
+    _fields_ = (
+        ("router", _P),
+        ("router_bias", _P),
+        ("bias", _P),
+        ("shared_gate", _P),
+        ("gate_up", c.POINTER(MatrixStruct)),
+        ("down", c.POINTER(MatrixStruct)),
+        ("count", _I),
+        ("per_token", _I),
+        ("sigmoid", _I),
+        ("biased", _I),
+        ("normalized", _I),
+        ("groups", _I),
+        ("groups_kept", _I),
+        ("scale", _F),
+        ("alpha", _F),
+        ("limit", _F),
     )
 
 
@@ -103,8 +130,17 @@ class LayerStruct(c.Structure):
         ("down", c.POINTER(MatrixStruct)),
         ("keys", _P),
         ("values", _P),
-        ("adapter", c.POINTER(LoraStruct)),
+        ("adapters", c.POINTER(LoraStruct)),
         ("rotate", _I),
+        ("wide_norms", _I),
+        ("clip", _F),
+        ("attention_post_norm", _P),
+        ("mlp_post_norm", _P),
+        ("sinks", _P),
+        ("activation", _I),
+        ("softcap", _F),
+        ("scale", _F),
+        ("experts", c.POINTER(ExpertsStruct)),
     )
 
 
@@ -126,6 +162,7 @@ class LMHeadStruct(c.Structure):
         ("vocabulary", _I),
         ("k", _I),
         ("eps", _F),
+        ("softcap", _F),
     )
 
 
@@ -200,6 +237,8 @@ def library() -> c.CDLL:
     lib.outstride_open.restype = _P
     lib.outstride_open.argtypes = [c.c_int] * 5
     lib.outstride_close.argtypes = [_P]
+    lib.outstride_reserve_experts.argtypes = [_P, c.POINTER(ExpertsStruct), c.c_int, c.c_int]
+    lib.outstride_reserve_experts.restype = c.c_int
     lib.outstride_pack.argtypes = [_P, *[c.c_int] * 4, c.POINTER(HadamardStruct), _P, _P, _P, _P]
     lib.outstride_pack.restype = None
     lib.outstride_pack_int4.argtypes = [_P, *[c.c_int] * 4, _P, _P]

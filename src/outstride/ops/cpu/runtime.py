@@ -13,12 +13,13 @@ import numpy.typing as npt
 from outstride.core.graph import FloatArray, IntArray
 from outstride.core.host_library import address
 from outstride.ops.cpu import native
-from outstride.ops.cpu.adapters import PackedAdapter
+from outstride.ops.cpu.adapters import PackedAdapters
 from outstride.ops.cpu.int4 import GROUP, SPREAD
 from outstride.ops.cpu.int8 import rounded
 from outstride.ops.cpu.weights import PackedLayerWeights, PackedModel, in_huge_pages, widths
 from outstride.ops.cpu.workspace import Workspace, address_or_none
-from outstride.ops.weights import AdapterWeights, ModelShape
+from outstride.ops.switches import GELU_TANH
+from outstride.ops.weights import AdapterWeights, ModelShape, attention_scale
 
 ROWS = 256
 """Buffers hold a multiple of this number of rows."""
@@ -27,6 +28,16 @@ ROWS = 256
 def threads() -> int:
     """As many as there are cores that this process may use."""
     return max(1, min(64, len(os.sched_getaffinity(0))))
+
+
+def _rope_tables(
+    positions: int, frequencies: Sequence[float], factor: float
+) -> tuple[FloatArray, FloatArray]:
+    """Cosines and sines, both [positions, head_dim / 2]."""
+    each = np.asarray(frequencies)
+    angles = np.outer(np.arange(positions), each)
+    scale = np.where(each == 0, 1.0, factor)  # no RoPE, no factor
+    return (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
 
 
 @dataclass(slots=True)
@@ -74,7 +85,7 @@ class Runtime:
             raise ValueError("head_dim is too large for the native kernels")
         self.weights = weights
         self.width, self.heads_width, self.mlp_width = widths(shape)
-        self.cos, self.sin = self._rope_tables(min(shape.context, 1024))
+        self._make_tables(min(shape.context, 1024))
         self.slots = slots
         self.keys = [self._new_kv() for _ in range(shape.layers)]
         self.values = [self._new_kv() for _ in range(shape.layers)]
@@ -85,9 +96,10 @@ class Runtime:
         )
         """[slots, stored layers * hidden]"""
         self.windows: list[int | None] = list(shape.windows)
-        self.adapter: PackedAdapter | None = None
+        self.adapters = PackedAdapters()
         self._extra: list[ExtraLayers] = []
-        self._depth = max(self.width, self.mlp_width, self.heads_width)
+        inner = shape.experts.size if shape.experts is not None else 0
+        self._depth = max(self.width, self.mlp_width, self.heads_width, rounded(inner, 16))
         """The width of the widest rows that are multiplied."""
         self.engine: int | None = None
         self.open(ROWS)
@@ -100,14 +112,24 @@ class Runtime:
         """Keys or values of a layer, for all slots; they take memory only once they are written."""
         return in_huge_pages(max(self.slots // 16, 1) * self.shape.kv_heads * self.record)
 
-    def _rope_tables(self, positions: int) -> tuple[FloatArray, FloatArray]:
-        """Cosines and sines, both [positions, head_dim / 2]."""
-        angles = np.outer(np.arange(positions), np.asarray(self.shape.frequencies))
-        scale = self.shape.rope_scale
-        return (
-            (np.cos(angles) * scale).astype(np.float32),
-            (np.sin(angles) * scale).astype(np.float32),
+    def _make_tables(self, positions: int) -> None:
+        """What depends on positions: RoPE (with and without a window), the growth of queries."""
+        switches, local = self.shape.switches, self.shape.switches.local_rope
+        self.cos, self.sin = _rope_tables(positions, self.shape.frequencies, self.shape.rope_scale)
+        self._local = (
+            None if local is None else _rope_tables(positions, local.frequencies, local.scale)
         )
+        self._growth: FloatArray | None = None
+        if (grows := switches.query_growth) is not None:
+            steps = np.log(1.0 + np.arange(positions) // grows.interval)
+            self._growth = (1.0 + grows.beta * steps).astype(np.float32)
+
+    def _set_tables(self) -> None:
+        struct = self.space.struct
+        struct.cos, struct.sin = address(self.cos), address(self.sin)
+        if self._local is not None:
+            struct.local_cos, struct.local_sin = (address(table) for table in self._local)
+        struct.growth = address_or_none(self._growth)
 
     # --- thread pool and workspace ----------------------------------------------------------------
 
@@ -132,9 +154,10 @@ class Runtime:
             self.mlp_width,
             self.page_size,
         )
-        if self.adapter:
-            space.reserve_ranks(self.adapter.max_rank, self.threads)
-        space.struct.cos, space.struct.sin = self.cos.ctypes.data, self.sin.ctypes.data
+        if self.adapters:
+            space.reserve_ranks(self.adapters.max_rank, self.threads)
+        self._reserve_experts(rows)
+        self._set_tables()
         layers = [*self.weights.layers, *(layer for extra in self._extra for layer in extra.layers)]
         calls = [self._call(i, layer, layer.attention_norm) for i, layer in enumerate(layers)]
         self.calls = (native.LayerStruct * len(calls))(*calls)
@@ -145,24 +168,43 @@ class Runtime:
                     for i, layer in enumerate(extra.layers)
                 ]
 
+    def _reserve_experts(self, rows: int) -> None:
+        """Buffers of the kernels for layers with experts, all of which have the same sizes."""
+        experts = next((layer.experts for layer in self.weights.layers if layer.experts), None)
+        if experts is None:
+            return
+        if self.lib.outstride_reserve_experts(self.engine, experts.struct, rows, self.width):
+            raise MemoryError("there is no memory for the buffers of a layer with experts")
+
     def _call(self, i: int, layer: PackedLayerWeights, norm: FloatArray) -> native.LayerStruct:
         """Describes a layer to the kernels, with this norm of its input."""
         shape, space, own = self.shape, self.space, i < self.shape.layers
+        switches, rotates = shape.switches, not own or shape.rope_layers[i]
+        local = own and switches.local_rope is not None and shape.windows[i] is not None
         return native.LayerStruct(
             ctypes.pointer(space.struct),
             space.nodes[self.windows[i]],
-            norm.ctypes.data,
+            norm.ctypes.data if not own or switches.pre_norms else None,
             address_or_none(layer.query_norm),
             address_or_none(layer.key_norm),
-            layer.mlp_norm.ctypes.data,
+            layer.mlp_norm.ctypes.data if not own or switches.pre_norms else None,
             ctypes.pointer(layer.qkv.struct),
             ctypes.pointer(layer.output.struct),
             ctypes.pointer(layer.gate_up.struct),
             ctypes.pointer(layer.down.struct),
             self.keys[i].ctypes.data,
             self.values[i].ctypes.data,
-            self.adapter.layers[i] if own and self.adapter else None,
-            shape.rope_layers[i] if own else True,
+            self.adapters.of_layer(i) if own and self.adapters else None,
+            (2 if local else 1) if rotates else 0,
+            own and shape.wide_norms,
+            (shape.clip or 0.0) if own else 0.0,
+            address_or_none(layer.attention_post_norm),
+            address_or_none(layer.mlp_post_norm),
+            address_or_none(layer.sinks),
+            int(own and switches.activation == GELU_TANH),
+            (switches.attention_softcap or 0.0) if own else 0.0,
+            attention_scale(shape) if own else 0.0,
+            None if layer.experts is None else ctypes.pointer(layer.experts.struct),
         )
 
     def reserve(self, rows: int) -> None:
@@ -178,16 +220,21 @@ class Runtime:
     def reserve_positions(self, last: int) -> None:
         """RoPE tables that reach up to this position."""
         if last >= len(self.cos):
-            self.cos, self.sin = self._rope_tables(2 * last + 1)
-            self.space.struct.cos = address(self.cos)
-            self.space.struct.sin = address(self.sin)
+            self._make_tables(2 * last + 1)
+            self._set_tables()
 
     # --- what is attached -------------------------------------------------------------------------
 
-    def attach_adapter(self, layers: Sequence[AdapterWeights]) -> None:
-        """Takes a LoRA adapter for the model's own layers."""
+    def attach_adapter(self, layers: Sequence[AdapterWeights]) -> int:
+        """Takes a LoRA adapter for the model's own layers; returns its number."""
         sizes = self.width, self.heads_width, self.mlp_width
-        self.adapter = PackedAdapter.pack(layers, self.weights.layers, sizes)
+        number = self.adapters.add(layers, self.weights.layers, sizes)
+        self.open(self.space.rows)
+        return number
+
+    def detach_adapter(self, number: int) -> None:
+        """Drops a LoRA adapter."""
+        self.adapters.remove(number)
         self.open(self.space.rows)
 
     def add_layers(

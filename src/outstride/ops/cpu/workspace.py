@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from outstride.core import host_library
-from outstride.core.graph import BoolArray, IntArray
+from outstride.core.graph import IntArray
 from outstride.core.host_library import address
-from outstride.ops.contract import Span
+from outstride.ops.contract import AdapterRows, Span
 from outstride.ops.cpu import native
 from outstride.ops.cpu.attention_metadata import CpuAttentionMetadata
 from outstride.ops.weights import ModelShape
@@ -72,17 +72,21 @@ class Workspace:
         self.queries = np.zeros((rows, qkv), dtype=np.float32)
         self._attended = np.zeros((rows, heads), dtype=np.float32)
         self._inner = np.zeros((rows, inner), dtype=np.float32)
+        post_norms = shape.switches.post_norms
+        self._branch = np.zeros((rows if post_norms else 0, width), dtype=np.float32)
+        """[rows, width]: what attention or the MLP adds to hidden states, before its norm."""
         self.layout = CpuAttentionMetadata(rows, windows, page_size, host_library.library())
         self.nodes = {
             window: ctypes.pointer(ctypes.c_void_p(address(nodes)))
             for window, nodes in self.layout.nodes.items()
         }
-        self._adapter_rows: BoolArray | None = None
+        self._adapter_rows: AdapterRows | None = None
         self._reduced = np.zeros((0, 0), dtype=np.float32)
         self.struct = native.PassStruct(
             qkv=address(self.queries),
             mixed=address(self._attended),
             middle=address(self._inner),
+            branch=address(self._branch),
             positions=address(self.layout.positions),
             slots=address(self.layout.slots),
             width=width,
@@ -98,11 +102,11 @@ class Workspace:
         )
 
     def reserve_ranks(self, max_rank: int, threads: int) -> None:
-        """Room for what a LoRA adapter reduces rows to; every thread reduces a few rows by itself."""
+        """Room for what LoRA adapters reduce rows to; every thread reduces a few rows by itself."""
         self._reduced = np.zeros((max(self.rows, 4 * threads), max_rank), dtype=np.float32)
         self.struct.low, self.struct.ranks = address(self._reduced), max_rank
 
-    def fill(self, spans: Sequence[Span], rows: int, adapter_rows: BoolArray | None) -> None:
+    def fill(self, spans: Sequence[Span], rows: int, adapter_rows: AdapterRows | None) -> None:
         """Sets a pass up. Its hidden states `x` are a new array, which outlives the pass."""
         struct, layout = self.struct, self.layout
         layout.fill(spans)

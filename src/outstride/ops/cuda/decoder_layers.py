@@ -84,8 +84,9 @@ class DecoderLayers:
         inverse = torch.tensor(shape.frequencies, dtype=torch.float64).to(torch.float32)
         positions = torch.arange(min(shape.context, MAX_ROPE_POSITIONS), dtype=torch.float32)
         angles = positions[:, None] * inverse
-        self._cos = (angles.cos() * shape.rope_scale).to(device)
-        self._sin = (angles.sin() * shape.rope_scale).to(device)
+        scale = torch.where(inverse == 0, 1.0, shape.rope_scale)  # no RoPE, no factor
+        self._cos = (angles.cos() * scale).to(device)
+        self._sin = (angles.sin() * scale).to(device)
         self._partials = AttentionPartials(device)
         self.reserve(512)
 
