@@ -82,6 +82,7 @@ class Hand:
     pages: list[int]
     positions: list[int] = field(default_factory=list)
     stale: int = 0
+    adapter: str = ""
 
     @property
     def table(self) -> BlockTable:
@@ -108,7 +109,7 @@ class Hand:
         start = len(self.positions) - self.stale + gap
         slots = np.asarray([self.slot(start + i) for i in range(len(graph))], dtype=np.int64)
         made = Proposal(graph=graph, given=given, wants=wants, **proposal)  # type: ignore[arg-type]
-        return PassInput(proposal=made, table=self.table, slots=slots, first=first)
+        return PassInput(made, self.table, slots, first, adapter=self.adapter)
 
     def run(self, graph: TokenGraph, wants: Wants | None = None, **options: object) -> Scores:
         """One pass over this sequence alone."""

@@ -1,23 +1,31 @@
-"""Mixtures of experts: who goes where, in which order results are added, and what is refused."""
+"""Mixtures of experts: routing, order of additions, native kernels, and what is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from outstride import LLM, SamplingParams
-from outstride.core.graph import FloatArray, chain
+from outstride.core.graph import FloatArray, NodeId, chain, tree
 from outstride.errors import CorruptModel
+from outstride.models.converted import load_native
+from outstride.models.decoder import Decoder
 from outstride.models.experts import Experts
+from outstride.models.load import load, opened, rounded_reference
 from outstride.ops.arithmetic import TILE, pad, route, through_experts
+from outstride.ops.contract import Ops
 from outstride.ops.cpu import Cpu, native
+from outstride.ops.reference import Reference
 from outstride.ops.routing import Routing
-from outstride.ops.weights import ExpertWeights
-from tests.models import checkpoints
+from outstride.ops.weights import ExpertWeights, ModelWeights
+from tests.models import checkpoints, published
 from tests.models.drive import Hand, logits, random_decoder, tiny, tokens
 
 COUNT, HIDDEN, SIZE = 12, 32, 20
@@ -154,13 +162,195 @@ def test_partly_turned_heads_on_native_kernels() -> None:
     assert np.abs(one - turned).mean() > 0.1 * one.std()
 
 
-@pytest.mark.parametrize("variant", ["qwen3 moe", "olmoe"])
-def test_speculation_is_exact(variant: str, tmp_path: Path) -> None:
+needs_native = pytest.mark.skipif(
+    native.library_path() is None, reason="the native kernels were not built"
+)
+MIXTURES: dict[str, dict[str, Any]] = {
+    "softmax": {"experts": Experts((True, True), 12, 40, Routing(3))},
+    "shared with a gate": {
+        "experts": Experts((True, True), 9, 20, Routing(2), shared=36, shared_gate=True),
+        "hidden_size": 40,
+    },
+    "first layer dense": {
+        "experts": Experts((False, True), 7, 24, Routing(2, normalized=True), shared=16, bias=True),
+        "head_norms": True,
+        "wide_norms": True,
+        "clip": 1.5,
+        "rotary": 8,
+    },
+    "clipped head norms": {
+        "experts": Experts((True, False), 5, 32, Routing(4, biased=True), bias=True),
+        "head_norms": True,
+        "clip": 0.8,
+        "hidden_size": 64,
+    },
+    "groups": {
+        "experts": Experts((True, True), 12, 48, ROUTINGS["groups"], shared=20, bias=True),
+        "qkv_bias": True,
+    },
+    "biases": {
+        "experts": Experts(
+            (True, True), 18, 16, Routing(4), router_bias=True, projection_bias=True
+        ),
+    },
+    "long rows": {
+        "experts": Experts((True,), 3, 4500, Routing(2)),
+        "layers": 1,
+        "hidden_size": 64,
+    },
+}
+
+
+def mixture(name: str, ops: Callable[[ModelWeights], Ops], bits: int = 8) -> Decoder:
+    make: Callable[..., Ops] = partial(ops, bits=bits) if bits == 4 else ops  # type: ignore[call-arg]
+    return random_decoder(tiny(**MIXTURES[name]), make_ops=make, rounded=True)
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_build_gives_the_same_bits(name: str, bits: int) -> None:
+    found = [
+        Hand(mixture(name, partial(Cpu.of, isa=isa, count=count), bits), list(range(9))).read(
+            tokens(60)
+        )
+        for isa in native.isas()
+        for count in (1, 3)
+    ]
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_rows_ignore_each_other(name: str, bits: int) -> None:
+    """Chunks of any size, draft trees, other sequences in the same pass."""
+    model = mixture(name, Cpu.of, bits)
+    whole = Hand(model, list(range(10))).read(tokens(90))
+    for chunk in (1, 2, 7, 40):
+        np.testing.assert_array_equal(
+            Hand(model, list(range(12, 22))).read(tokens(90), chunk), whole
+        )
+    hands = [Hand(model, list(range(i * 7, i * 7 + 7))) for i in range(4)]
+    lengths = [1, 17, 64, 90]
+    work = [hand.work(chain(tokens(90)[:n])) for hand, n in zip(hands, lengths, strict=True)]
+    for scores, n in zip(model.forward(work).wait(), lengths, strict=True):
+        np.testing.assert_array_equal(logits(scores), whole[:n])
+    hand = Hand(model, list(range(9, 20)))
+    hand.read(tokens(33))
+    graph = tree(tokens(20, seed=5), [-1, *((i - 1) // 3 for i in range(1, 20))], 33)
+    scored = logits(hand.run(graph))
+    for node in (0, 4, 13, 19):
+        path = [int(graph.tokens[n]) for n in graph.path(NodeId(node))]
+        np.testing.assert_array_equal(logits(hand.run(chain(path, 33)))[-1], scored[node])
+
+
+def off(ours: FloatArray, theirs: FloatArray) -> float:
+    """Relative RMS error."""
+    return float(np.sqrt(np.mean((ours - theirs) ** 2)) / theirs.std())
+
+
+@needs_native
+@pytest.mark.parametrize("name", MIXTURES)
+def test_native_mixtures_compute_what_the_reference_does(name: str) -> None:
+    """Weights of eight or four bits exactly; the median row, because a near tie of two experts may go
+    either way."""
+    for bits, theirs in ((8, Reference), (4, rounded_reference)):
+        ours = Hand(mixture(name, Cpu.of, bits), list(range(9))).read(tokens(60))
+        right = Hand(mixture(name, theirs), list(range(9))).read(tokens(60))
+        assert np.median([off(a, b) for a, b in zip(ours, right, strict=True)]) < 0.1
+
+
+MEASURED = (
+    "qwen3 moe",
+    "qwen3 moe mixed",
+    "qwen2 moe",
+    "qwen2 moe mixed",
+    "mixtral",
+    "olmoe",
+    "olmoe clipped",
+)
+TRAINED: dict[str, Any] = {
+    "initializer_range": 0.03,
+    "hidden_size": 192,
+    "moe_intermediate_size": 96,
+    "head_dim": 32,
+}
+"""Layers add a part to hidden states, as trained ones do, and do not replace them."""
+
+
+def trained_checkpoint(variant: str, folder: Path) -> Path:
+    """A checkpoint whose routers are sure of their choice: near ties of experts are rare."""
+    model = checkpoints.make(variant, **TRAINED)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.mul_(10)
+    return checkpoints.save(model, folder)
+
+
+@needs_native
+@pytest.mark.parametrize("variant", MEASURED)
+def test_errors_of_checkpoints(variant: str, tmp_path: Path) -> None:
+    """Relative RMS error of logits: int8 against fp32, int4 against the dequantized weights."""
+    folder = trained_checkpoint(variant, tmp_path)
+    config, open_model, _ = opened(folder)
+    rounded = Decoder.from_tensors(
+        config, open_model().read(), pages=16, make_ops=rounded_reference
+    )
+    right = {8: load(str(folder), weights="fp32", pages=16).model, 4: rounded}
+    for bits, limit in ((8, 0.03), (4, 0.08)):
+        model = load(str(folder), weights=f"int{bits}", pages=16).model
+        assert isinstance(model.ops, Cpu)
+        found, wanted = (Hand(m, list(range(9))).read(tokens(100)) for m in (model, right[bits]))
+        assert off(found, wanted) < limit
+
+
+@needs_native
+@pytest.mark.parametrize("family", ["lladamoe", "llada2_moe"])
+def test_masked_mixtures_on_native_kernels(family: str, tmp_path: Path) -> None:
+    """The text of the golden logits; of most rows, because near ties of experts go either way."""
+    folder = published.save(family, tmp_path)
+    config, open_model, _ = opened(folder)
+    text = published.text(family)
+    for weights, ops in (("int8", Reference), ("int4", rounded_reference)):
+        right = Decoder.from_tensors(config, open_model().read(), pages=16, make_ops=ops)
+        model = load(str(folder), weights=weights, pages=16).model
+        assert isinstance(model.ops, Cpu)
+        ours, theirs = (Hand(m, list(range(9))).read(text) for m in (model, right))
+        assert np.median([off(a, b) for a, b in zip(ours, theirs, strict=True)]) < 0.1
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("variant", ["qwen3 moe mixed", "qwen2 moe", "mixtral", "olmoe"])
+def test_rows_of_a_file_are_packed_as_tensors_in_memory_are(
+    variant: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so are those of the kept file, which the second start reads."""
+    monkeypatch.setenv("OUTSTRIDE_CACHE", str(tmp_path / "cache"))
+    folder = checkpoints.save(checkpoints.make(variant), tmp_path / "model")
+    config, open_model, _ = opened(folder)
+    options: dict[str, Any] = {"pages": 16, "page_size": 16, "features": (), "masking": None}
+    starts = [load_native(folder, config, open_model, **options, bits=bits) for _ in range(2)]
+    assert list((tmp_path / "cache" / "converted").glob("*.safetensors"))
+    in_memory = Decoder.from_tensors(
+        config, open_model().read(), pages=16, make_ops=partial(Cpu.of, bits=bits)
+    )
+    one, *others = (Hand(m, list(range(9))).read(tokens(40)) for m in (in_memory, *starts))
+    for other in others:
+        np.testing.assert_array_equal(other, one)
+
+
+@pytest.mark.parametrize("weights", ["fp32", pytest.param("int4", marks=needs_native)])
+@pytest.mark.parametrize("variant", ["qwen3 moe", "olmoe", "qwen2 moe", "mixtral"])
+def test_speculation_is_exact(variant: str, weights: str, tmp_path: Path) -> None:
     """Mixtures serve autoregressive models: drafts change the passes, not the text."""
     folder = checkpoints.save(checkpoints.make(variant), tmp_path)
     prompts = [tokens(9, seed=i) for i in range(3)]
     params = [SamplingParams(max_tokens=24, temperature=t, seed=5) for t in (0.0, 0.7, 1.2)]
-    with LLM(str(folder), weights="fp32") as llm:
+    with LLM(str(folder), weights=weights) as llm:
         plain = [result.token_ids for result in llm.generate(prompts, params, method="plain")]
         drafted = [result.token_ids for result in llm.generate(prompts, params, method="ngram")]
         [alone] = llm.generate([prompts[1]], params[1], method="ngram")

@@ -3,23 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from outstride.core.contracts import AttentionPattern
-from outstride.errors import CorruptModel, UnsupportedModel
+from outstride.errors import CorruptModel, UnknownArchitecture, UnsupportedModel
 from outstride.models.diffusion import Diffusion, attention_pattern_of, read_diffusion
 from outstride.models.experts import Experts
 from outstride.models.families import ARCHITECTURES, FAMILIES, Family
 from outstride.models.rope import RopeConfig
+from outstride.models.tensor_shapes import tensor_shapes
+from outstride.ops.switches import GELU_TANH, LLAMA, SILU, Switches
 
-__all__ = ["DecoderConfig", "RopeConfig", "unsupported"]
+_ACTIVATIONS = {
+    "silu": SILU,
+    "swish": SILU,
+    "gelu_pytorch_tanh": GELU_TANH,
+    "gelu_new": GELU_TANH,
+}
+"""Activations by the names that configs use."""
+
+__all__ = ["DecoderConfig", "RopeConfig", "described", "unsupported"]
 
 
 def unsupported(name: str, known: Iterable[str] = ()) -> UnsupportedModel:
     """The error for an architecture that is not implemented, or not for this file format."""
     listed = ", ".join(sorted(known or FAMILIES, key=str.lower))
-    return UnsupportedModel(f"the architecture {name!r} is not supported; supported are {listed}")
+    return UnknownArchitecture(
+        f"the architecture {name!r} is not supported; supported are {listed}"
+    )
+
+
+_LATER = {
+    "DecoderConfig": (
+        "switches",
+        "embedding_scale",
+        "logit_scale",
+        "norm_offset",
+        "interleaved_rope",
+        "shared_projection",
+        "double_wide_mlp",
+        "per_layer_vocab_size",
+    ),
+    "RopeConfig": ("short_factors", "long_factors", "share"),
+    "Experts": ("shared_gate", "router_bias", "projection_bias"),
+}
+"""Fields that came later than others of their class."""
+
+
+def described(value: object) -> str:
+    """A config as text, for digests: they must not change where a new field has its default."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    later = _LATER.get(type(value).__name__, ())
+    found = ((field, getattr(value, field.name)) for field in fields(value))
+    shown = [
+        f"{field.name}={described(own)}"
+        for field, own in found
+        if field.name not in later or own != field.default
+    ]
+    return f"{type(value).__qualname__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +99,22 @@ class DecoderConfig:
     """How many dimensions of a head RoPE rotates; None: all."""
     experts: Experts | None = None
     diffusion: Diffusion | None = None
+    switches: Switches = LLAMA
+    embedding_scale: float = 1.0
+    """The factor of embeddings. It is multiplied into the table at load; where that is the LM head as
+    well, the final norm is divided by it."""
+    logit_scale: float = 1.0
+    """The factor of logits, multiplied into the final norm at load."""
+    norm_offset: float = 0.0
+    """Is added to all norm weights at load."""
+    interleaved_rope: bool = False
+    """Whether checkpoints store the dimensions of heads for RoPE over neighbouring ones."""
+    shared_projection: bool = False
+    """Whether layers without a window have one projection for keys and values."""
+    double_wide_mlp: bool = False
+    """Whether layers that read the KV of another one have an MLP of twice the size."""
+    per_layer_vocab_size: int = 0
+    """How many rows the embedding per layer has."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -75,64 +134,44 @@ class DecoderConfig:
 
     @property
     def frequencies(self) -> list[float]:
-        """RoPE angle per position of each pair of dimensions of a head; 0 for pairs without RoPE."""
-        rotated = self.head_dim if self.rotary is None else self.rotary
-        return self.rope.frequencies(rotated) + [0.0] * ((self.head_dim - rotated) // 2)
+        """RoPE angle per position of each pair of dimensions of a head; 0 for pairs without RoPE.
+
+        Of layers without a window, where the others differ (`Switches.local_rope`).
+        """
+        full, latent = self.switches.full_attention, self.switches.latent
+        if latent is not None:
+            return self.rope.frequencies(latent.rope_dim, self.context)
+        size = self.head_dim if full is None else full.head_dim
+        rotated = size if self.rotary is None else self.rotary
+        angles = self.rope.frequencies(rotated, self.context)
+        return angles + [0.0] * ((size - rotated) // 2)
 
     @property
     def rope_scale(self) -> float:
         """The factor of cosines and sines (YaRN)."""
         return self.rope.scale
 
+    def limited(self, tokens: int) -> DecoderConfig:
+        """The same model where texts cannot grow beyond this number of tokens.
+
+        LongRoPE has other factors for short contexts (`RopeConfig`); nothing else changes.
+        """
+        if self.rope.kind != "longrope" or tokens >= self.context:
+            return self
+        return replace(self, context=tokens)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the model needs, and its shape."""
-        hidden = self.hidden_size
-        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        result: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (self.vocab_size, hidden),
-            "model.norm.weight": (hidden,),
-        }
-        if not self.tied:
-            result["lm_head.weight"] = (self.vocab_size, hidden)
-        for layer in range(self.layers):
-            at = f"model.layers.{layer}."
-            result[at + "input_layernorm.weight"] = (hidden,)
-            result[at + "post_attention_layernorm.weight"] = (hidden,)
-            for name, size in (("q", wide), ("k", narrow), ("v", narrow)):
-                result[at + f"self_attn.{name}_proj.weight"] = (size, hidden)
-                if self.qkv_bias:
-                    result[at + f"self_attn.{name}_proj.bias"] = (size,)
-            result[at + "self_attn.o_proj.weight"] = (hidden, wide)
-            if self.output_bias:
-                result[at + "self_attn.o_proj.bias"] = (hidden,)
-            if self.head_norms:
-                sizes = (wide, narrow) if self.wide_norms else (self.head_dim,) * 2
-                result[at + "self_attn.q_norm.weight"] = sizes[:1]
-                result[at + "self_attn.k_norm.weight"] = sizes[1:]
-            result.update({at + name: shape for name, shape in self._mlp_shapes(layer).items()})
-        return result
+        return tensor_shapes(self)
 
-    def _mlp_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        hidden, experts = self.hidden_size, self.experts
-        parts = {"mlp.": self.intermediate_size}
-        result: dict[str, tuple[int, ...]] = {}
-        if experts is not None and experts.layers[layer]:
-            parts = {f"mlp.experts.{i}.": experts.size for i in range(experts.count)}
-            if experts.shared:
-                parts["mlp.shared_experts."] = experts.shared
-            result["mlp.gate.weight"] = (experts.count, hidden)
-            if experts.bias:
-                result["mlp.gate.expert_bias"] = (experts.count,)
-        for part, inner in parts.items():
-            for name, shape in (
-                ("gate", (inner, hidden)),
-                ("up", (inner, hidden)),
-                ("down", (hidden, inner)),
-            ):
-                result[f"{part}{name}_proj.weight"] = shape
-                if self.mlp_bias:
-                    result[f"{part}{name}_proj.bias"] = shape[:1]
-        return result
+    def inner_size(self, layer: int) -> int:
+        """The inner size of the MLP of a layer; Gemma 4 has wider ones where KV is shared."""
+        shared = self.switches.kv_layers is not None and self.switches.kv_layers[layer] != layer
+        return self.intermediate_size * (2 if self.double_wide_mlp and shared else 1)
+
+    def keys_are_values(self, layer: int) -> bool:
+        """Whether a layer has one projection for keys and values (Gemma 4)."""
+        return self.shared_projection and self.windows[layer] is None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -144,8 +183,6 @@ class DecoderConfig:
             if named or kind not in FAMILIES:
                 raise unsupported(str(named[0]) if named else kind)
             architecture = kind
-        if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-            raise UnsupportedModel(f"the activation {act!r} is not supported; supported is silu")
         family = FAMILIES[architecture]
         try:
             return cls._read(family.common_config(config), architecture, family)
@@ -187,7 +224,25 @@ class DecoderConfig:
             rotary=_rotated_dimensions(config, family, head_dim),
             experts=family.experts(config, layers),
             diffusion=read_diffusion(config, family.diffusion),
+            switches=replace(family.switches(config), activation=_activation(config)),
+            embedding_scale=float(config.get("embedding_scale", 1.0)),
+            logit_scale=float(config.get("logit_scale", 1.0)),
+            norm_offset=family.norm_offset,
+            interleaved_rope=family.interleaved_rope,
+            shared_projection=bool(config.get("attention_k_eq_v", False)),
+            double_wide_mlp=bool(config.get("use_double_wide_mlp", False)),
+            per_layer_vocab_size=int(config.get("vocab_size_per_layer_input") or 0),
         )
+
+
+def _activation(config: Mapping[str, Any]) -> str:
+    """The activation of the MLP."""
+    stated = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if stated not in _ACTIVATIONS:
+        raise UnsupportedModel(
+            f"the activation {stated!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[stated]
 
 
 def _stated(config: Mapping[str, Any], key: str, default: Any) -> Any:
@@ -200,7 +255,8 @@ def _rotated_dimensions(config: Mapping[str, Any], family: Family, head_dim: int
     """How many dimensions of a head RoPE rotates; None: all."""
     values = config.get("rope_parameters") or config.get("rope_scaling") or {}
     share = values.get("partial_rotary_factor") or config.get("partial_rotary_factor")
-    if share is None or float(share) == 1:
+    kind = values.get("rope_type") or values.get("type")
+    if share is None or float(share) == 1 or kind == "proportional":
         return None
     if not family.partial_rope:
         raise UnsupportedModel("partial rotary embeddings are not supported for this architecture")

@@ -19,12 +19,22 @@ import torch
 
 from outstride.core.contracts import MaskedSpec, PassInput, TrainedFilter
 from outstride.core.draft_heads import DraftHead, MedusaDraftHead
-from outstride.core.graph import MIXTURE, BoolArray, FloatArray, IntArray
+from outstride.core.graph import MIXTURE, FloatArray, IntArray
 from outstride.core.proposal import Proposal, Scores
+from outstride.core.recurrent import StateSpec, StateUpdate
 from outstride.core.sequence import BlockTable
+from outstride.errors import UnsupportedModel
 from outstride.models import weights
 from outstride.models.config import DecoderConfig
-from outstride.ops.contract import HeadInput, HiddenStates, Ops, PackedHead, Span
+from outstride.ops.contract import (
+    MAX_ADAPTERS,
+    AdapterRows,
+    HeadInput,
+    HiddenStates,
+    Ops,
+    PackedHead,
+    Span,
+)
 from outstride.ops.reference import Reference
 from outstride.ops.weights import (
     AdapterWeights,
@@ -33,6 +43,9 @@ from outstride.ops.weights import (
     MedusaWeights,
     ModelWeights,
 )
+
+MASKS = ""
+"""The name of the diffusion adapter, which no request can choose."""
 
 
 @dataclass(slots=True)
@@ -99,9 +112,13 @@ class Decoder:
         pages: int,
         page_size: int = 16,
         masking: MaskedSpec | None = None,
+        states: StateSpec | None = None,
     ) -> None:
+        if (states is None) != (config.switches.recurrent is None):
+            raise ValueError("recurrent layers, and nothing else, need state slots")
         self.config = config
         self.ops = ops
+        self.whole_passes = ops.whole_passes
         self.vocab_size = config.vocab_size
         self.layers = config.layers
         self.context = config.context
@@ -110,8 +127,12 @@ class Decoder:
         self.page_size = page_size
         self.pages = pages
         self.digest = digest
+        self.state_spec = states
         self.draft_heads: dict[str, DraftHead] = {}
         self.filters: dict[str, TrainedFilter] = {}
+        self.adapters: dict[str, str] = {}
+        self._adapter_numbers: dict[str, int] = {}
+        """The number that the backend has for each adapter; `MASKS` is the diffusion adapter."""
         self._ranges: dict[str, tuple[int, int]] = {"": (0, config.layers)}
         self._eagle_heads: dict[int, str] = {}
         """EAGLE draft heads, by their first layer."""
@@ -130,6 +151,7 @@ class Decoder:
         pages: int,
         page_size: int = 16,
         features: tuple[int, ...] = (),
+        states: StateSpec | None = None,
         make_ops: Callable[[ModelWeights], Ops] = Reference,
         masking: MaskedSpec | None = None,
         digest: str | None = None,
@@ -148,16 +170,17 @@ class Decoder:
             digest = weights.digest_of(config, tensors)
         model = ModelWeights(
             shape=config,
-            embedding=weights.joined([tensors.pop("model.embed_tokens.weight")]),
             layers=[weights.take_layer(config, tensors, i) for i in range(config.layers)],
-            norm=weights.joined([tensors.pop("model.norm.weight")]),
-            head=None if config.tied else weights.joined([tensors.pop("lm_head.weight")]),
+            **weights.take_model(config, tensors),
             slots=pages * page_size,
             page_size=page_size,
             features=features,
+            state_slots=0 if states is None else states.slots,
         )
         ops = make_ops(model)
-        return cls(config, ops, digest, pages=pages, page_size=page_size, masking=masking)
+        return cls(
+            config, ops, digest, pages=pages, page_size=page_size, masking=masking, states=states
+        )
 
     def add_rows(self, rows: torch.Tensor) -> int:
         """Adds embedding rows (masks, prompt tokens); returns the id of the first."""
@@ -197,12 +220,39 @@ class Decoder:
                 head = replace(head, device_chain=self.ops.device_chains)
             self.draft_heads[name] = head
 
-    def attach_adapter(
+    def attach_adapter(self, name: str, digest: str, layers: Sequence[AdapterWeights]) -> None:
+        """Attaches a LoRA adapter that requests may choose by its name.
+
+        digest: of its weights; it takes part in the fingerprint of the requests that choose it.
+        """
+        if name in self._adapter_numbers:
+            raise UnsupportedModel(f"there is an adapter {name!r} already; choose another name")
+        with self._busy:
+            self._attach_adapter(name, layers)
+            self.adapters[name] = digest
+
+    def detach_adapter(self, name: str) -> None:
+        """Drops an adapter; no request may use it any more."""
+        with self._busy:
+            del self.adapters[name]
+            self.ops.draft_heads.detach_adapter(self._adapter_numbers.pop(name))
+
+    def _attach_adapter(self, name: str, layers: Sequence[AdapterWeights]) -> None:
+        if len(self._adapter_numbers) == MAX_ADAPTERS:
+            raise UnsupportedModel(f"a model takes {MAX_ADAPTERS} adapters at most; unload one")
+        self._adapter_numbers[name] = self.ops.draft_heads.attach_adapter(layers)
+
+    def attach_diffusion_adapter(
         self, mask: torch.Tensor, block: int, layers: Sequence[AdapterWeights]
     ) -> MaskedSpec:
         """Attaches a LoRA adapter that only the nodes of blocks with masks go through."""
+        if self.state_spec is not None:
+            raise UnsupportedModel(
+                "a diffusion adapter cannot be attached to a model with a recurrent state: it takes "
+                "tokens one after the other, and masked blocks see each other; use another method"
+            )
         with self._busy:
-            self.ops.draft_heads.attach_adapter(layers)
+            self._attach_adapter(MASKS, layers)
             token = self.add_rows(mask)
             self.masked_spec = MaskedSpec(
                 token, block, shifted=True, causal=True, uses_adapter=True
@@ -223,7 +273,13 @@ class Decoder:
     def move(self, sources: IntArray, targets: IntArray) -> None:
         """Copies KV between slots, all read before any is written."""
         if len(sources):
-            self._move(sources, targets)
+            with torch.inference_mode():
+                self.ops.move(np.asarray(sources), np.asarray(targets))
+
+    def update_states(self, updates: Sequence[StateUpdate]) -> None:
+        """Advances recurrent states along accepted paths, and copies them."""
+        with torch.inference_mode():
+            self.ops.update_states(updates)
 
     def feature(self, table: BlockTable, position: int) -> FloatArray:
         """The stored hidden states at a kept position, the layers one after the other."""
@@ -236,10 +292,6 @@ class Decoder:
         self._worker.shutdown()
 
     # --- the pass ---------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def _move(self, sources: IntArray, targets: IntArray) -> None:
-        self.ops.move(np.asarray(sources), np.asarray(targets))
 
     def _forward(self, work: list[PassInput]) -> list[Scores]:
         with self._busy:
@@ -283,8 +335,8 @@ class Decoder:
         ops, spans, row = self.ops, [], 0
         for run in runs:
             work = run.work
-            graph, adapted = run.proposal.graph, self._adapter_rows(run)
-            spans.append(Span(graph, work.slots, work.table, work.first, row, adapted))
+            graph, adapters = run.proposal.graph, self._adapter_rows(run)
+            spans.append(Span(graph, work.slots, work.table, work.first, row, adapters, work.state))
             row += run.count
         batch = ops.begin(spans, ops.windows[low:high])
         eagle = self._eagle_heads.get(low, "")
@@ -318,15 +370,22 @@ class Decoder:
         for run, span in zip(runs, spans, strict=True):
             run.state = ops.hidden_of(x, span.rows)
 
-    def _adapter_rows(self, run: _GraphRun) -> BoolArray | None:
-        """Which computed nodes go through the adapter: those of blocks that hold a mask."""
-        if self.masked_spec is None or not self.masked_spec.uses_adapter or run.proposal.draft_head:
+    def _adapter_rows(self, run: _GraphRun) -> AdapterRows | None:
+        """The number of the adapter that each computed node goes through.
+
+        Nodes of blocks that hold a mask go through the diffusion adapter, if there is one; all others
+        through the one of the request. Draft heads are trained for the model without an adapter.
+        """
+        if not self._adapter_numbers or run.proposal.draft_head:
             return None
-        graph = run.proposal.graph
-        masks = (graph.tokens == self.masked_spec.token) | (graph.tokens == MIXTURE)
-        if not masks.any():
-            return None
-        return np.isin(graph.blocks, graph.blocks[masks])[run.work.first :]
+        graph, spec, first = run.proposal.graph, self.masked_spec, run.work.first
+        own = self._adapter_numbers[run.work.adapter] if run.work.adapter else 0
+        if spec is not None and spec.uses_adapter:
+            masks = (graph.tokens == spec.token) | (graph.tokens == MIXTURE)
+            if masks.any():
+                blocks = np.isin(graph.blocks, graph.blocks[masks])[first:]
+                return np.where(blocks, self._adapter_numbers[MASKS], own).astype(np.uint8)
+        return np.full(run.count, own, dtype=np.uint8) if own else None
 
     def _record(
         self, runs: list[_GraphRun], spans: list[Span], layer: int, x: HiddenStates

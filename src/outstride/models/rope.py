@@ -9,13 +9,20 @@ from typing import Any
 
 from outstride.errors import CorruptModel, UnsupportedModel
 
+_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """The base of RoPE, and how it is scaled to longer contexts.
 
-    kind: default, linear, llama3 or yarn. factors: divisors of each frequency, where a file stores
-    them instead of the parameters that they follow from.
+    kind: default, linear, llama3, yarn, longrope, dynamic or proportional. factors: divisors of each
+    frequency, where a file stores them instead of the parameters that they follow from.
+    short_factors, long_factors: divisors of LongRoPE for contexts up to `original_context`, and for
+    longer ones. Frequencies must not change within a text, because its keys are cached. So the
+    configured context decides, and not the length of each text.
+    Dynamic NTK changes nothing up to the context that the config states, and that is the limit here.
+    share: of the pairs that RoPE rotates (proportional).
     """
 
     theta: float = 10000.0
@@ -31,18 +38,30 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     factors: tuple[float, ...] | None = None
+    short_factors: tuple[float, ...] | None = None
+    long_factors: tuple[float, ...] | None = None
+    share: float = 1.0
 
-    def frequencies(self, head_dim: int) -> list[float]:
-        """The angle per position of each pair of dimensions, in radians."""
+    def frequencies(self, head_dim: int, context: int = 0) -> list[float]:
+        """The angle per position of each pair of dimensions, in radians.
+
+        context: the configured length that a text may reach.
+        """
         plain = [self.theta ** (-i / head_dim) for i in range(0, head_dim, 2)]
-        if self.factors is not None:
-            if len(self.factors) != len(plain):
+        factors = self.factors
+        if self.kind == "longrope":
+            factors = self.long_factors if context > self.original_context else self.short_factors
+        if factors is not None:
+            if len(factors) != len(plain):
                 raise CorruptModel(
-                    f"{len(self.factors)} RoPE factors for heads of {head_dim} dimensions"
+                    f"{len(factors)} RoPE factors for heads of {head_dim} dimensions"
                 )
-            return [f / divisor for f, divisor in zip(plain, self.factors, strict=True)]
+            return [f / divisor for f, divisor in zip(plain, factors, strict=True)]
         if self.kind == "linear":
             return [f / self.factor for f in plain]
+        if self.kind == "proportional":
+            count = int(self.share * head_dim // 2)
+            return [f / self.factor if i < count else 0.0 for i, f in enumerate(plain)]
         if self.kind == "llama3":
             return [self._llama3(f) for f in plain]
         if self.kind == "yarn":
@@ -51,9 +70,11 @@ class RopeConfig:
 
     @property
     def scale(self) -> float:
-        """The factor of cosines and sines (YaRN's attention factor)."""
+        """The factor of cosines and sines (the attention factor of YaRN and LongRoPE)."""
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.kind == "longrope" and self.factor > 1:
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_context))
         if self.kind != "yarn":
             return 1.0
         if self.mscale and self.mscale_all_dim:
@@ -98,9 +119,9 @@ class RopeConfig:
         values = dict(config.get("rope_scaling") or {})
         values.update(config.get("rope_parameters") or {})
         kind = values.get("rope_type") or values.get("type") or "default"
-        if kind not in ("default", "linear", "llama3", "yarn"):
+        if kind not in _KINDS:
             raise UnsupportedModel(
-                f"rope scaling {kind!r} is not supported; supported are linear, llama3 and yarn"
+                f"rope scaling {kind!r} is not supported; supported are {', '.join(_KINDS[1:])}"
             )
         original = (
             config.get("original_max_position_embeddings")
@@ -109,7 +130,7 @@ class RopeConfig:
         )
         factor = values.get("factor")
         if factor is None:
-            factor = context / original if kind == "yarn" else 1.0
+            factor = context / original if kind in ("yarn", "longrope") else 1.0
         truncate = values.get("truncate")
         return cls(
             theta=float(values.get("rope_theta") or config.get("rope_theta") or theta),
@@ -121,7 +142,23 @@ class RopeConfig:
             beta_fast=float(values.get("beta_fast") or 32.0),
             beta_slow=float(values.get("beta_slow") or 1.0),
             truncate=True if truncate is None else bool(truncate),
-            attention_factor=values.get("attention_factor") if kind == "yarn" else None,
+            attention_factor=values.get("attention_factor")
+            if kind in ("yarn", "longrope")
+            else None,
             mscale=values.get("mscale"),
             mscale_all_dim=values.get("mscale_all_dim"),
+            short_factors=_factors(values, "short_factor", kind),
+            long_factors=_factors(values, "long_factor", kind),
+            share=float(values.get("partial_rotary_factor", 1.0))
+            if kind == "proportional"
+            else 1.0,
         )
+
+
+def _factors(values: Mapping[str, Any], key: str, kind: str) -> tuple[float, ...] | None:
+    """The divisors that LongRoPE needs; None for other kinds."""
+    if kind != "longrope":
+        return None
+    if key not in values:
+        raise CorruptModel(f"config.json lacks {key!r} of its rope scaling")
+    return tuple(float(value) for value in values[key])
