@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -302,8 +303,8 @@ def test_composed_characters() -> None:
 
 
 def test_unsupported_tokenizers() -> None:
-    with pytest.raises(UnsupportedModel, match="tekken"):
-        Tokenizer.from_gguf(metadata(pre="tekken"))
+    with pytest.raises(UnsupportedModel, match=r"'unheard'.*tekken"):
+        Tokenizer.from_gguf(metadata(pre="unheard"))
     with pytest.raises(UnsupportedModel, match="bert"):
         Tokenizer.from_gguf(metadata(model="bert"))
 
@@ -350,3 +351,121 @@ def test_bytes_that_no_token_spells() -> None:
     ids = tokenizer.encode("hö", add_special=False)
     assert [tokenizer.token_bytes(i) for i in ids] == [b"h", b"\xc3", b"\xb6"]
     assert tokenizer.decode(ids) == "hö"
+
+
+def test_no_space_is_taken_from_a_text_that_begins_with_one() -> None:
+    tokenizer = sentencepiece(add_space_prefix=False)
+    assert tokenizer.decode(tokenizer.encode(" hello", add_special=False)) == " hello"
+
+
+def test_the_end_of_a_turn_by_its_text() -> None:
+    texts = ["<end_of_turn>", "<|return|>", "<|end|>"]
+    tokens = ["<unk>", "<s>", "</s>", "a", *texts]
+
+    def ends(kinds: list[int], **more: Any) -> frozenset[int]:
+        return sentencepiece(
+            tokens=tokens, scores=[0.0] * 7, token_type=[2, 3, 3, 1, *kinds], **more
+        ).eos_ids
+
+    assert ends([3, 1, 1]) == {2, 4}
+    assert ends([1, 3, 3]) == {2, 5}  # `<|end|>` ends a message, `<|return|>` the turn
+    assert ends([3, 1, 1], eot_token_id=6) == {2, 6}
+    assert ends([1, 1, 1]) == {2}
+
+
+def test_named_chat_templates_of_a_file() -> None:
+    found = Tokenizer.from_gguf(
+        {
+            **metadata(),
+            "tokenizer.chat_template": "plain",
+            "tokenizer.chat_template.tool_use": "with {{ tools | length }}",
+            "tokenizer.chat_templates": ["tool_use"],
+        }
+    )
+    assert found.templates == {"default": "plain", "tool_use": "with {{ tools | length }}"}
+    assert found.chat_template == "plain"
+    assert found.takes_tools
+    assert found.chat([]) == "plain"
+    assert found.chat([], tools=[{}, {}]) == "with 2"
+
+
+def test_named_chat_templates_of_a_folder(tmp_path: Path) -> None:
+    listed = [{"name": "rag", "template": "r"}, {"name": "tool_use", "template": "t"}]
+    found = Tokenizer.from_folder(folder(tmp_path, chat_template=listed))
+    assert found.chat_template == "r"  # the first, where none is called default
+    assert found.chat([], tools=[{}]) == "t"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("other")
+    found = Tokenizer.from_folder(folder(tmp_path, chat_template=listed))
+    assert (found.chat([]), found.chat([], tools=[{}])) == ("file", "other")
+
+
+# --- tokenizer.model ------------------------------------------------------------------------------
+
+
+def varint(value: int) -> bytes:
+    found = b""
+    while value > 127:
+        found, value = found + bytes([value & 127 | 128]), value >> 7
+    return found + bytes([value])
+
+
+def message(number: int, data: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def piece(text: str, score: float, kind: int) -> bytes:
+    score_field = varint(2 << 3 | 5) + struct.pack("<f", score)
+    return message(1, message(1, text.encode()) + score_field + varint(3 << 3) + varint(kind))
+
+
+def model_file(
+    folder: Path, *, algorithm: int = 2, prefixed: int = 1, collapsed: int = 0, **config: Any
+) -> Path:
+    """A folder with the vocabulary of `sentencepiece` in a `tokenizer.model`."""
+    words = ["▁", "h", "e", "l", "o", "▁h", "el", "lo", "▁hel", "▁hello", "he", "ll"]
+    data = b"".join(piece(t, 0.0, k) for t, k in (("<unk>", 2), ("<s>", 3), ("</s>", 3)))
+    data += b"".join(piece(f"<0x{b:02X}>", 0.0, 6) for b in range(256))
+    scores = [-100.0] * 5 + [-3.0, -2.0, -1.0, -4.0, -5.0, -6.0, -7.0]
+    data += b"".join(piece(t, s, 1) for t, s in zip(words, scores, strict=True))
+    data += message(2, varint(3 << 3) + varint(algorithm) + message(7, b"unused"))
+    data += message(3, varint(3 << 3) + varint(prefixed) + varint(4 << 3) + varint(collapsed))
+    (folder / "tokenizer.model").write_bytes(data)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_sentencepiece_file_alone(tmp_path: Path) -> None:
+    theirs, ours = sentencepiece(), Tokenizer.from_folder(model_file(tmp_path))
+    for text in ("hello", "helo  hö", "", " hello"):
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.bos_id == 1
+    assert ours.eos_ids == {2}
+    assert ours.named == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def test_options_of_a_sentencepiece_file(tmp_path: Path) -> None:
+    tool = {"content": "<tool>", "special": True}
+    config: dict[str, Any] = {
+        "add_bos_token": False,
+        "add_eos_token": True,
+        "added_tokens_decoder": {"271": tool},
+    }
+    ours = Tokenizer.from_folder(model_file(tmp_path, prefixed=0, collapsed=1, **config))
+    assert pieces(ours, "he  he<tool>") == ["he", " h", "e", "<tool>", "</s>"]
+    config["added_tokens_decoder"] = {"300": tool}
+    with pytest.raises(CorruptModel, match="'<tool>' has the id 300"):
+        Tokenizer.from_folder(model_file(tmp_path, **config))
+
+
+def test_damaged_sentencepiece_files(tmp_path: Path) -> None:
+    path = model_file(tmp_path) / "tokenizer.model"
+    data = path.read_bytes()
+    for broken in (data[:-5], b"", b"\xff" * 40, data[:3]):
+        path.write_bytes(broken)
+        with pytest.raises(CorruptModel, match="SentencePiece model"):
+            Tokenizer.from_folder(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"unigram.*tokenizer\.json"):
+        Tokenizer.from_folder(model_file(tmp_path, algorithm=1))

@@ -50,7 +50,8 @@ class Placeholders:
         if isinstance(value, str):
             return self._special.sub(self._replace, value) if self._special else value
         if isinstance(value, Mapping):
-            return {key: self.take(item) for key, item in value.items()}
+            taken = {key: self.take(item) for key, item in value.items()}
+            return type(value)(taken) if isinstance(value, dict) else taken
         if isinstance(value, list | tuple):
             return [self.take(item) for item in value]
         return value

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outstride.errors import CorruptModel, InvalidPrompt, UnsupportedModel
+from outstride.models.chat_template import (
+    TOOL_USE,
+    compile_template,
+    default_template,
+    folder_templates,
+)
 from outstride.models.chat_text import ChatText, Placeholders
 
 if TYPE_CHECKING:
@@ -31,8 +37,8 @@ class Tokenizer:
     """Built by `from_folder` or `from_gguf`.
 
     eos_ids: every id that ends a text; mask_id: the one that stands for a gap, if there is one;
-    chat_template: the model's own, if it has one; named: texts of special tokens
-    (`bos_token`, `eos_token`, …) for the template.
+    chat_template: the model's own, if it has one; templates: all of them by name; named: texts of
+    special tokens (`bos_token`, `eos_token`, …) for the template.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         mask_id: int | None = None,
         chat_template: str | None = None,
+        templates: Mapping[str, str] | None = None,
         named: Mapping[str, str] | None = None,
         prepend: Sequence[int] = (),
         append: Sequence[int] = (),
@@ -51,7 +58,8 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_ids = frozenset(eos_ids)
         self.mask_id = mask_id
-        self.chat_template = chat_template
+        self.templates = dict(templates or {})
+        self.chat_template = chat_template or default_template(self.templates)
         self.named = dict(named or {})
         self._prepend, self._append = list(prepend), list(append)
 
@@ -59,6 +67,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """How many ids have a text; a model's table may be longer."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether a chat template of the model writes tools into the prompt."""
+        return TOOL_USE in self.templates or "tools" in (self.chat_template or "")
 
     @property
     def marked(self) -> bool:
@@ -94,7 +107,7 @@ class Tokenizer:
             self.token_bytes(i) for i in ids if not (skip_special and self.is_special(i))
         )
         text = data.decode("utf-8", errors="replace")
-        return text[1:] if self._bytes.marked_spaces and text.startswith(" ") else text
+        return text[1:] if self._bytes.prefixed and text.startswith(" ") else text
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that an id adds to a text; they may be a part of a character."""
@@ -129,9 +142,13 @@ class Tokenizer:
     ) -> ChatText:
         """Messages in the model's own chat format. Encode the result with `add_special=False`.
 
-        Special tokens that are written out in messages or tools stay text.
+        Special tokens that are written out in messages or tools stay text. A model with a template
+        named `tool_use` gets it where there are tools.
         """
-        if self.chat_template is None:
+        source = self.chat_template
+        if extra.get("tools"):
+            source = self.templates.get(TOOL_USE, source)
+        if source is None:
             raise InvalidPrompt("this model has no chat template; give it a plain prompt")
         from jinja2 import TemplateError
 
@@ -139,7 +156,7 @@ class Tokenizer:
         values = {**self.named, "tools": None, "documents": None, **marks.take(extra)}
         listed = marks.take(list(messages))
         try:
-            text = self._template.render(
+            text = compile_template(source).render(
                 messages=listed, add_generation_prompt=add_generation_prompt, **values
             )
         except (TemplateError, TypeError, KeyError) as error:
@@ -169,19 +186,15 @@ class Tokenizer:
         copy.encode_special_tokens = True
         return copy
 
-    @property
-    def _template(self) -> Any:
-        return _compile(self.chat_template or "")
-
     # --- sources ----------------------------------------------------------------------------------
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """From `tokenizer.json`, or vocabulary and merges, and the configuration beside them."""
+        """From `tokenizer.json`, or vocabulary and merges, or `tokenizer.model`, and their configs."""
         config = read_json(folder / "tokenizer_config.json")
-        backend = _folder_backend(folder, config)
+        backend, named = _folder_backend(folder, config)
+        bare = bool(named)  # a `tokenizer.model` does not say which ids are put around a text
         special = read_json(folder / "special_tokens_map.json")
-        named = {}
         for key in ("bos_token", "eos_token", "pad_token", "unk_token", "mask_token"):
             value = config.get(key, special.get(key))
             text = value.get("content") if isinstance(value, dict) else value
@@ -192,60 +205,29 @@ class Tokenizer:
             stated = read_json(folder / source).get("eos_token_id")
             if stated is not None:
                 ends.update(stated if isinstance(stated, list) else [stated])
-        if "eos_token" in named and (end := backend.token_to_id(named["eos_token"])) is not None:
+        bos, end = (
+            backend.token_to_id(named[key]) if key in named else None
+            for key in ("bos_token", "eos_token")
+        )
+        if end is not None:
             ends.add(end)
-        bos = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
         return cls(
             backend,
             bos_id=bos,
             eos_ids=ends,
             mask_id=_mask_id(backend, named.get("mask_token")),
-            chat_template=_folder_template(folder, config),
+            templates=folder_templates(folder, config, read_json(folder / "chat_template.json")),
             named=named,
+            prepend=[bos] if bos is not None and config.get("add_bos_token", True) and bare else [],
+            append=[end] if end is not None and config.get("add_eos_token") and bare else [],
         )
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """From the vocabulary, merges or scores, and kinds of tokens that a GGUF file holds."""
-        from outstride.models.vocabulary import byte_level, mark_special, with_scores
+        from outstride.models.gguf_tokenizer import read_tokenizer
 
-        def get(key: str, default: Any = None) -> Any:
-            return metadata.get(f"tokenizer.ggml.{key}", default)
-
-        model, tokens = get("model"), get("tokens")
-        if model is None or tokens is None:
-            raise CorruptModel("the file has no vocabulary (tokenizer.ggml.model and .tokens)")
-        kinds = get("token_type") or [1] * len(tokens)
-        if len(kinds) != len(tokens):
-            raise CorruptModel(f"{len(tokens)} tokens but {len(kinds)} kinds of tokens")
-        pre = str(get("pre", "default"))
-        if model == "gpt2":
-            backend = byte_level({t: i for i, t in enumerate(tokens)}, get("merges") or [], pre)
-        elif model == "llama":
-            space = bool(get("add_space_prefix", True))
-            backend = with_scores(tokens, get("scores") or [], kinds, space)
-        else:
-            raise UnsupportedModel(
-                f"the tokenizer {model!r} is not supported; supported are gpt2 and llama"
-            )
-        mark_special(backend, tokens, kinds)
-        bos, eos = get("bos_token_id"), get("eos_token_id")
-        add_bos = bool(get("add_bos_token", model == "llama" or pre == "llama-bpe"))
-        named = {}
-        for key, name in (("bos", "bos_token"), ("eos", "eos_token"), ("padding", "pad_token")):
-            if (token := get(f"{key}_token_id")) is not None and token < len(tokens):
-                named[name] = tokens[token]
-        ends = (get(f"{key}_token_id") for key in ("eos", "eot", "eom"))
-        template = metadata.get("tokenizer.chat_template")
-        return cls(
-            backend,
-            bos_id=bos,
-            eos_ids=[end for end in ends if end is not None],
-            chat_template=template,
-            named=named,
-            prepend=[bos] if add_bos and bos is not None else [],
-            append=[eos] if get("add_eos_token", False) and eos is not None else [],
-        )
+        return cls(**read_tokenizer(metadata))
 
 
 class _TokenBytes:
@@ -257,7 +239,8 @@ class _TokenBytes:
         # The state of the decoder alone: writing out the whole vocabulary takes a tenth of a second.
         kinds = backend.decoder.__getstate__().decode() if backend.decoder else ""
         self._byte_level = '"ByteLevel"' in kinds
-        self.marked_spaces = '"ByteFallback"' in kinds or '"Metaspace"' in kinds
+        self._marked_spaces = '"ByteFallback"' in kinds or '"Metaspace"' in kinds
+        self.prefixed = self._marked_spaces and _strips_a_space(kinds)
         self._known: dict[int, bytes] = {}
 
     def of(self, token: int) -> bytes:
@@ -275,48 +258,66 @@ class _TokenBytes:
         if self._byte_level:
             table = _byte_of()
             return bytes(table[c] for c in text) if all(c in table for c in text) else text.encode()
-        if self.marked_spaces:
+        if self._marked_spaces:
             if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
                 return bytes([int(text[3:5], 16)])
             return text.replace("▁", " ").encode()
         return str(self._backend.decode([token])).encode()
 
 
+_MAX_JSON = 32 << 20
+"""Bytes of the largest file of settings that is read."""
+
+
+def _strips_a_space(decoder: str) -> bool:
+    """Whether a decoder, as JSON, removes the space that encoding puts before a text."""
+    return '"Strip"' in decoder or ('"Metaspace"' in decoder and '"never"' not in decoder)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, empty if there is no such file."""
     if not path.is_file():
         return {}
+    if path.stat().st_size > _MAX_JSON:
+        raise CorruptModel(f"{path} has more than {_MAX_JSON:,} bytes, which no model needs")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptModel(f"{path} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise CorruptModel(f"{path} is not a JSON object")
     return found
 
 
-def _folder_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def _folder_backend(
+    folder: Path, config: Mapping[str, Any]
+) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The backend, and the special tokens that a `tokenizer.model` names."""
     import tokenizers
 
     path, merges = folder / "tokenizer.json", folder / "merges.txt"
-    if not path.is_file():
-        if not merges.is_file() or not (folder / "vocab.json").is_file():
-            raise UnsupportedModel(f"{folder} has no tokenizer.json, which is needed")
+    if path.is_file():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise CorruptModel(f"{path} cannot be read: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        return backend, {}
+    added = read_json(folder / "added_tokens.json")
+    if merges.is_file() and (folder / "vocab.json").is_file():
         from outstride.models.vocabulary import from_merges
 
-        return from_merges(
-            read_json(folder / "vocab.json"),
-            merges.read_text(encoding="utf-8"),
-            config,
-            read_json(folder / "added_tokens.json"),
-        )
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise CorruptModel(f"{path} cannot be read: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
+        vocab = read_json(folder / "vocab.json")
+        return from_merges(vocab, merges.read_text(encoding="utf-8"), config, added), {}
+    if (folder / "tokenizer.model").is_file():
+        from outstride.models.sentencepiece_file import from_sentencepiece
+
+        return from_sentencepiece(folder / "tokenizer.model", config, added)
+    raise UnsupportedModel(
+        f"{folder} has no tokenizer.json, vocab.json with merges.txt or tokenizer.model; one of them "
+        "is needed"
+    )
 
 
 def _mask_id(backend: tokenizers.Tokenizer, named: str | None) -> int | None:
@@ -329,55 +330,3 @@ def _mask_id(backend: tokenizers.Tokenizer, named: str | None) -> int | None:
         if "".join(filter(str.isalpha, added.content)).lower().endswith("mask")
     ]
     return found[0] if len(found) == 1 else None
-
-
-def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template") or read_json(folder / "chat_template.json").get(
-        "chat_template"
-    )
-    if isinstance(template, list):  # several by name
-        by_name = {entry["name"]: entry["template"] for entry in template}
-        template = by_name.get("default") or next(iter(by_name.values()), None)
-    return template if isinstance(template, str) else None
-
-
-@lru_cache(maxsize=8)  # kept here, because a tokenizer that holds it could not be pickled
-def _compile(source: str) -> Any:
-    """A chat template in a sandbox, with the helpers that templates expect."""
-    from datetime import datetime
-
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """Templates mark the assistant's part for training; here the mark means nothing."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-            next(parser.stream)
-            return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, **options: Any) -> str:
-        options.setdefault("ensure_ascii", False)
-        return json.dumps(value, **options)
-
-    now: Callable[[str], str] = lambda pattern: datetime.now().strftime(pattern)  # noqa: E731
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = now
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise CorruptModel(f"the chat template cannot be read: {error}") from error
