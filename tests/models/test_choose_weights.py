@@ -21,6 +21,7 @@ from outstride.models.choose_weights import (
     GPU,
     KERNELS,
     SAFETENSORS,
+    SAFETENSORS_4BIT,
     TORCH,
     WEIGHTS,
     backend_of,
@@ -62,7 +63,7 @@ def machine(
 
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("isa", [None, *native.ISAS])
-@pytest.mark.parametrize("file_format", [GGUF_4BIT, GGUF, SAFETENSORS])
+@pytest.mark.parametrize("file_format", [GGUF_4BIT, GGUF, SAFETENSORS_4BIT, SAFETENSORS])
 def test_auto_follows_the_table(
     monkeypatch: pytest.MonkeyPatch, gpu: bool, isa: str | None, file_format: str
 ) -> None:

@@ -9,7 +9,8 @@ import torch
 from outstride import LLM, SamplingParams
 from outstride.core.graph import NodeId, chain, tree
 from outstride.core.proposal import Wants
-from outstride.models.gguf_file import GgufFile, read_config, stored_model
+from outstride.models.gguf_file import GgufFile
+from outstride.models.gguf_model import read_config, stored_model
 from outstride.models.load import Loaded, load, locate
 from tests.models.drive import Hand, logits
 

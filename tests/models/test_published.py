@@ -261,17 +261,9 @@ def near_and_by_itself(model: Decoder, family: str) -> None:
         assert np.array_equal(read(Hand(model, [8, 4, 6]), text(family), BLOCK, 2 * BLOCK), whole)
 
 
-def test_mixtures_take_the_reference_by_themselves(
-    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mixtures_take_the_native_kernels_by_themselves(folders: dict[str, Path]) -> None:
     model = load_in(str(folders["lladamoe"]), pages=4).model
-    assert model.ops.name.startswith("reference")
-    said = capsys.readouterr().err
-    if native.library_path() is not None:
-        assert "mixture of experts yet: using cpu, weights fp32" in said
-    if native.library_path() is not None:
-        with pytest.raises(UnsupportedModel, match=r"mixture of experts.*lladamoe.*fp32"):
-            load_in(str(folders["lladamoe"]), pages=4, weights="int8")
+    assert model.ops.weights == ("fp32" if native.library_path() is None else "int8")
 
 
 # --- files that are not as they should be ---------------------------------------------------------

@@ -14,7 +14,7 @@ from outstride.errors import CorruptModel, UnsupportedModel
 from outstride.models import save
 from outstride.models.load import load_tokenizer, locate, opened
 from tests.models.checkpoints import make
-from tests.models.test_gguf import write
+from tests.models.gguf_files import write
 from tests.serve import tiny
 
 

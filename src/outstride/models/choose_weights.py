@@ -23,26 +23,33 @@ FORMATS = {"cuda": ("bf16",), "cpu": ("fp32", "int8", "int4")}
 """The weights that each device computes in. `auto` tries the devices in this order."""
 
 GPU, AVX2, KERNELS, TORCH = "NVIDIA GPU", "AVX2", "other native kernels", "no native kernels"
-GGUF_4BIT, GGUF, SAFETENSORS = "GGUF, 4-bit", "GGUF", "safetensors"
+GGUF_4BIT, GGUF = "GGUF, 4-bit", "GGUF"
+SAFETENSORS_4BIT, SAFETENSORS = "safetensors, 4-bit", "safetensors"
 AUTO_WEIGHTS = {
     ("cuda", GPU, GGUF_4BIT): "bf16",
     ("cuda", GPU, GGUF): "bf16",
+    ("cuda", GPU, SAFETENSORS_4BIT): "bf16",
     ("cuda", GPU, SAFETENSORS): "bf16",
     ("cpu", AVX2, GGUF_4BIT): "int4",
     ("cpu", AVX2, GGUF): "int8",
+    ("cpu", AVX2, SAFETENSORS_4BIT): "int4",
     ("cpu", AVX2, SAFETENSORS): "int8",
     ("cpu", KERNELS, GGUF_4BIT): "int8",
     ("cpu", KERNELS, GGUF): "int8",
+    ("cpu", KERNELS, SAFETENSORS_4BIT): "int8",
     ("cpu", KERNELS, SAFETENSORS): "int8",
     ("cpu", TORCH, GGUF_4BIT): "fp32",
     ("cpu", TORCH, GGUF): "fp32",
+    ("cpu", TORCH, SAFETENSORS_4BIT): "fp32",
     ("cpu", TORCH, SAFETENSORS): "fp32",
 }
 """The weights that `auto` takes, by device, kind of processor and format of the model file.
 
 AVX2 means the build of the kernels for processors without VNNI, or that build where OUTSTRIDE_ISA
-forces it. A GGUF file counts as 4-bit if int4 holds every matrix of its layers as it is (Q4_0 and
-Q4_1). On a CPU, a model with layers that the native kernels do not run gets fp32 instead.
+forces it. A model file counts as 4-bit if int4 takes the codes of more than half of the weights of its
+layers as they are: Q4_0, Q4_1 and Q4_K in GGUF files (thus Q4_K_M files too); GPTQ, AWQ and
+compressed-tensors in groups of a multiple of 32 in safetensors. On a CPU, a model with layers that the
+native kernels do not run gets fp32 instead.
 """
 BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0625, "int4": 0.625}
 """Bytes that a weight takes, scales included."""

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outstride.errors import CorruptModel
+from outstride.models.config import described
 from outstride.models.conversion_progress import conversion_progress
 from outstride.models.decoder import Decoder
 from outstride.models.fetch import cache_dir
+from outstride.models.gguf_split import gguf_parts
 from outstride.ops.cpu import Cpu
 from outstride.ops.cpu.weights import PackedModel, repacked_matrices
 
@@ -45,9 +47,13 @@ def load_native(
     The kept file names its source and has a checksum of every array. A file that does not match is
     written anew.
     """
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    files = gguf_parts(path) if path.is_file() else sorted(path.glob("*.safetensors"))
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    about = {"source": f"{path.resolve()} {stats}", "config": repr(config), "checked": "finite"}
+    about = {
+        "source": f"{path.resolve()} {stats}",
+        "config": described(config),
+        "checked": "finite",
+    }
     name = hashlib.sha256(about["source"].encode()).hexdigest()[:16]
     kept = cache_dir() / "converted" / f"{path.stem}-{name}.int{bits}.safetensors"
     found = _read(kept, config, open_model, about, bits)
@@ -90,12 +96,18 @@ def _convert(
     bits: int,
 ) -> tuple[PackedModel, str]:
     """Converts the model file and keeps the result, with a warning if that fails."""
-    rows, digest = stored.rows(), stored.digest()
     total = sum(tensor.shape[0] * tensor.shape[-1] for tensor in stored.tensors.values())
     with conversion_progress(name, total) as progress:
+        rows, digest = stored.rows(), stored.digest()
         weights = PackedModel.pack(config, rows, bits, progress)
+        _keep(kept, weights, {**about, "digest": digest}, rows)
+    return weights, digest
+
+
+def _keep(kept: Path, weights: PackedModel, about: Mapping[str, str], rows: ModelRows) -> None:
+    """Writes converted weights, with a warning if that fails."""
     try:
-        weights.write(kept, {**about, "digest": digest}, rows)
+        weights.write(kept, about, rows)
     except OSError as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(
@@ -104,4 +116,3 @@ def _convert(
             file=sys.stderr,
             flush=True,
         )
-    return weights, digest

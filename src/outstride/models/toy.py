@@ -4,7 +4,7 @@ A pass takes microseconds, and every bit of the KV cache counts: the KV of a nod
 inputs that the node saw. KV that is kept by mistake, moved to the wrong slot or computed next to a
 rejected sibling changes all text after it, and `check` names it in the step in which it happens.
 Methods are tested on this model. It supports the whole model contract: blocks, extra rows,
-mixtures, ranges of layers, features, hidden states, draft heads.
+mixtures, ranges of layers, features, hidden states, draft heads, adapters.
 
 It has two layers, and the KV of a slot is one hash for each: `inputs` (the input at this position) and
 `saw` (all that the node could see). Draft heads have KV of their own, made from what the model saw.
@@ -141,6 +141,7 @@ class Toy:
         masking: MaskedSpec | None = None,
         accent: int = 0,
         habit: float = 5.5,
+        adapters: Sequence[str] = (),
     ) -> None:
         self.vocab_size = vocab_size
         self.layers = LAYERS
@@ -160,6 +161,7 @@ class Toy:
         self._draft_kv = np.zeros(pages * page_size, dtype=np.uint64)
         self.draft_heads = _draft_heads(vocab_size)
         self.filters = {"filter": _filter(), **_state_filters()}
+        self.adapters = {name: f"digest of {name}" for name in adapters}
         self.passes = 0
 
     # --- one pass ---------------------------------------------------------------------------------
@@ -168,11 +170,15 @@ class Toy:
         self.passes += 1
         return CompletedPass([self._score(item) for item in work])
 
-    def _embed(self, graph: TokenGraph) -> Hashes:
-        inputs = _mix(graph.tokens.astype(np.uint64), 1)
+    def _embed(self, graph: TokenGraph, adapter: str = "") -> Hashes:
+        inputs = _mix(graph.tokens.astype(np.uint64), 1 + self._number(adapter))
         for node, mixture in graph.mixtures.items():
             inputs[node] = self._blend(mixture)
         return _mix(inputs ^ _mix(graph.positions.astype(np.uint64), 2), 5)
+
+    def _number(self, adapter: str) -> int:
+        """A different number for each adapter, which changes all that its nodes see; 0: none."""
+        return 64 * (1 + list(self.adapters).index(adapter)) if adapter else 0
 
     def _blend(self, mixture: Mixture) -> np.uint64:
         rows = _mix(np.asarray(mixture.tokens).astype(np.uint64), 1)
@@ -204,7 +210,7 @@ class Toy:
             if isinstance(head, EagleDraftHead):
                 return self._score_eagle(item)
             return self._score_block(proposal, own)
-        inputs = self._embed(graph)[first:]
+        inputs = self._embed(graph, item.adapter)[first:]
         if low == 0:
             self._inputs[own] = inputs
             self._saw[own] = 0
@@ -315,18 +321,23 @@ class Toy:
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)[:count]
 
     def check(
-        self, table: BlockTable, tokens: Sequence[int] | Mapping[int, int], block: int | None = None
+        self,
+        table: BlockTable,
+        tokens: Sequence[int] | Mapping[int, int],
+        block: int | None = None,
+        adapter: str = "",
     ) -> None:
         """Raises IntegrityError at the first kept KV that is not what prefilling the tokens would give.
 
         tokens: by position; they must cover every kept one. block: the attention pattern of settled
-        tokens (`AttentionPattern.block`).
+        tokens (`AttentionPattern.block`). adapter: the one that the tokens went through.
         """
         kept = table.positions[: len(table) - table.stale]
         if not kept:
             return
         slots, positions = self._slots(table, len(kept)), np.asarray(kept)
-        graph_inputs = _mix(np.asarray([tokens[p] for p in kept]).astype(np.uint64), 1)
+        number = 1 + self._number(adapter)
+        graph_inputs = _mix(np.asarray([tokens[p] for p in kept]).astype(np.uint64), number)
         inputs = _mix(graph_inputs ^ _mix(positions.astype(np.uint64), 2), 5)
         if block is None:
             seen = np.cumsum(_mix(inputs, 3), dtype=np.uint64)

@@ -78,6 +78,11 @@ def read(model: Decoder, folder: Path, vocabulary: str = "") -> Attach:
     Reading changes nothing that a pass uses, so passes may run meanwhile; attaching does.
     vocabulary: names the model's vocabulary; a folder that was made for another one is refused.
     """
+    if getattr(model, "whole_passes", False):
+        raise UnsupportedModel(
+            "the model runs through transformers as a whole, so it takes no draft heads, filters or "
+            "adapters; use a method that needs none, such as auto"
+        )
     about = read_config(folder)
     if "outstride" not in about:
         return published.read(model, folder, about)

@@ -61,5 +61,5 @@ def attach(
         strict=True,
     )
     mask = shaped(tensors, "mask.weight", (1, size))
-    model.attach_adapter(mask, block, [AdapterWeights(*products) for products in layers])
+    model.attach_diffusion_adapter(mask, block, [AdapterWeights(*products) for products in layers])
     model.draft_heads[name] = DraftHead(kind=KIND, block=block)

@@ -13,7 +13,7 @@ from outstride.core.graph import IntArray
 from outstride.errors import CorruptModel, UnsupportedModel
 from outstride.models.config import DecoderConfig
 from outstride.models.draft_heads.folder import shaped
-from outstride.ops.weights import RopeWeights
+from outstride.ops.switches import RopeWeights
 
 
 @dataclass(frozen=True, slots=True)

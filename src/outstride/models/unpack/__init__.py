@@ -1,0 +1,1 @@
+"""Quantized safetensors checkpoints: one file per method, each of which gives tensors by rows."""
