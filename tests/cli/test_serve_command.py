@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,13 @@ def test_every_option_arrives(
         "--queue": "5",
         "--deadline": "6.5",
         "--grace": "2.5",
+        "--tool-parser": "hermes",
+        "--reasoning-parser": "none",
     }
-    assert {*given, "--no-log"} == options("serve")
-    ran = shell("serve", "--no-log", *(word for pair in given.items() for word in pair))
+    flags = ("--no-log", "--trust-remote-code")
+    monkeypatch.setenv("OUTSTRIDE_TRUST_REMOTE_CODE", "")
+    assert {*given, *flags} == options("serve")
+    ran = shell("serve", *flags, *(word for pair in given.items() for word in pair))
     assert ran.code == 0, ran.err
     settings, host, port, _ = seen
     engine = settings.engine
@@ -74,6 +79,8 @@ def test_every_option_arrives(
     assert settings.origins == ("http://localhost",)
     assert (settings.queue, settings.bounds.deadline, settings.grace) == (5, 6.5, 2.5)
     assert not settings.log
+    assert (settings.tool_parser, settings.reasoning_parser) == ("hermes", "none")
+    assert os.environ["OUTSTRIDE_TRUST_REMOTE_CODE"]
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     }
     result, report = BenchResult("decode", settings), DecodeReport()
     with loaded(args, context) as llm, _peer(args, llm, listed, params.max_tokens) as peer:
-        settings |= {"fingerprint": llm.fingerprint, "ours": our_build(llm)}
+        settings |= {"fingerprint": llm.fingerprint_of(params.adapter), "ours": our_build(llm)}
         settings["peer"] = None if peer is None else peer.settings
         if frozen is not None:
             curve.freeze(llm, frozen)

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     }
     result, report = BenchResult("quality", settings), quality.QualityReport()
     with loaded(args, context) as llm:
-        settings["fingerprint"] = llm.fingerprint
+        settings["fingerprint"] = llm.fingerprint_of(params.adapter)
         return conduct(
             args,
             result,

@@ -244,7 +244,7 @@ class Chat:
             raise InvalidParams("write /save FILE")
         values = {
             "model": self.llm.name,
-            "fingerprint": self.llm.fingerprint,
+            "fingerprint": self.llm.fingerprint_of(self.params.adapter),
             "method": self.method,
             "params": asdict(self.params),
             "messages": self.messages,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from outstride import registry
 from outstride.cli import screen
+from outstride.errors import InvalidParams
+from outstride.models.bridge import TRUST_VARIABLE
 from outstride.models.choose_weights import DEVICES, WEIGHTS
 
 if TYPE_CHECKING:
@@ -40,6 +43,20 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add_device_option(parser)
     add_weights_option(parser)
+    parser.add_argument(
+        "--trust-remote-code",
+        action=_TrustRemoteCode,
+        nargs=0,
+        help="lets transformers run Python code of the model's repository, for an architecture that is "
+        "neither built in nor part of transformers",
+    )
+
+
+class _TrustRemoteCode(argparse.Action):
+    """Sets an environment variable, which an engine in a process of its own inherits."""
+
+    def __call__(self, *_: object) -> None:
+        os.environ[TRUST_VARIABLE] = "1"
 
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
@@ -66,24 +83,49 @@ def add_weights_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that names a diffusion adapter."""
+    """Adds the option that names LoRA adapters, and the diffusion adapter."""
     parser.add_argument(
         "--adapter",
-        metavar="FOLDER",
-        help="LoRA adapter with which an autoregressive model also fills in masks, as `outstride train "
+        action="append",
+        default=[],
+        metavar="[NAME=]FOLDER",
+        help="NAME=FOLDER: LoRA adapter in PEFT's format; may be repeated. The server lists it as a "
+        "model of that name; other commands run with the first one. FOLDER alone: adapter with "
+        "which an autoregressive model also fills in masks, as `outstride train "
         "diffusion-adapter` writes it; `shipped` takes the one of the package",
     )
 
 
+def adapters_of(args: argparse.Namespace) -> tuple[str | None, dict[str, str]]:
+    """The folder of the diffusion adapter, and the folders of LoRA adapters by name."""
+    diffusion, named = None, {}
+    for text in args.adapter:
+        name, equals, folder = text.partition("=")
+        if not equals:
+            if diffusion is not None:
+                raise InvalidParams(
+                    "there can be one diffusion adapter; LoRA needs --adapter NAME=FOLDER"
+                )
+            diffusion = text
+        elif not name or not folder or name in named:
+            raise InvalidParams(f"--adapter {text}: write NAME=FOLDER, each name once")
+        else:
+            named[name] = folder
+    return diffusion, named
+
+
 def loaded(args: argparse.Namespace, context: Context) -> LLM:
-    """The model that the options name, with its adapter."""
+    """The model that the options name, with its adapters."""
+    diffusion, named = adapters_of(args)
     llm = context.load(args.model, args.device, args.weights)
-    if args.adapter is not None:
-        try:
-            llm.adapt(args.adapter)
-        except BaseException:
-            llm.close()
-            raise
+    try:
+        if diffusion is not None:
+            llm.adapt(diffusion)
+        for name, folder in named.items():
+            llm.load_adapter(name, folder)
+    except BaseException:
+        llm.close()
+        raise
     return llm
 
 

@@ -99,7 +99,9 @@ def _prove(args: argparse.Namespace, context: Context) -> tuple[ProofReport, str
     listed = prompts.read_prompts(args.prompts) if args.prompts else prompts.built_in()
     listed = prompts.spread(listed, args.limit)
     with loaded(args, context) as llm:
-        result = BenchResult("prove", {"model": llm.name, "fingerprint": llm.fingerprint})
+        result = BenchResult(
+            "prove", {"model": llm.name, "fingerprint": llm.fingerprint_of(params.adapter)}
+        )
         with screen.bar(f"proving {args.method}") as progress:
             report = prove(
                 llm,
@@ -307,6 +309,9 @@ def _print_divergence(console: Console, found: Divergence, baseline: str) -> Non
         console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
+_ROUNDING = "; with this model methods are exact up to rounding: near ties may go either way"
+
+
 def _print_verdict(console: Console, report: ProofReport) -> None:
     total = report.total
     prompts = "1 prompt" if total.prompts == 1 else f"{total.prompts} prompts"
@@ -319,10 +324,12 @@ def _print_verdict(console: Console, report: ProofReport) -> None:
         else:
             text = f"consistent with the target's distribution on {prompts}"
     elif report.equal:
-        text = f"equal on all {prompts}"
+        text = f"equal on all {prompts}" + (_ROUNDING if report.rounding else "")
     else:
         text = f"different on {total.prompts - total.equal} of {prompts}"
-        if report.baseline_differs:
+        if report.rounding and not report.broken:
+            text, style = text + _ROUNDING, "bold yellow"
+        elif report.baseline_differs:
             text += f"; {report.baseline} differs from itself, so the fault lies below the method"
         elif report.broken:
             text += f"; it is declared {report.exactness.value}, so this is a fault"

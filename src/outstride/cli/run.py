@@ -127,7 +127,11 @@ def _print_json(
     [result] = llm.generate(
         prompt, params, method=args.method, shape=args.output_format, trace=args.trace
     )
-    values = {"model": llm.name, "fingerprint": llm.fingerprint, **result.to_dict()}
+    values = {
+        "model": llm.name,
+        "fingerprint": llm.fingerprint_of(params.adapter),
+        **result.to_dict(),
+    }
     print(json.dumps(values, ensure_ascii=False))
 
 

@@ -104,4 +104,8 @@ def params_of(args: argparse.Namespace) -> SamplingParams:
         value = getattr(args, f"sampling_{name}", None)
         if value is not None:
             values[name] = dict(value) if name == "logit_bias" else value
+    for adapter in getattr(args, "adapter", ()):  # the first LoRA adapter; see `add_adapter_option`
+        name, equals, _ = adapter.partition("=")
+        if equals:
+            values.setdefault("adapter", name)
     return SamplingParams.from_dict(values)

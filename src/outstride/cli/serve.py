@@ -8,7 +8,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outstride.cli.context import Context, add_adapter_option, add_model_options, check_method
+from outstride.cli.context import (
+    Context,
+    adapters_of,
+    add_adapter_option,
+    add_model_options,
+    check_method,
+)
 from outstride.errors import InvalidParams
 
 if TYPE_CHECKING:
@@ -40,8 +46,28 @@ def add(commands: Any) -> None:
         help="name of the model in requests (default: the value of --model); may be repeated",
     )
     add_engine_options(parser)
+    _add_answer_options(parser)
     _add_access_options(parser)
     parser.set_defaults(action=run)
+
+
+def _add_answer_options(parser: argparse.ArgumentParser) -> None:
+    """Adds how tool calls and reasoning are found in answers."""
+    from outstride.serve.parsing.answer import REASONING_PARSERS, TOOL_PARSERS
+
+    parser.add_argument(
+        "--tool-parser",
+        default="auto",
+        choices=TOOL_PARSERS,
+        help="how the model writes tool calls (default auto: by its chat template)",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        default="auto",
+        choices=REASONING_PARSERS,
+        help="how the model marks its reasoning, which answers then have as reasoning_content "
+        "(default auto: by its chat template)",
+    )
 
 
 def _add_access_options(parser: argparse.ArgumentParser) -> None:
@@ -135,11 +161,15 @@ def settings_of(args: argparse.Namespace, **more: Any) -> Any:
     for name in ("max_sequences", "max_nodes", "pages"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise InvalidParams(f"--{name.replace('_', '-')} must be at least 1")
+    diffusion, named = adapters_of(args)
+    if clash := sorted({*named} & {args.model, *more.get("names", ())}):
+        raise InvalidParams(f"--adapter {clash[0]}: this is the name of the model; choose another")
     engine = EngineSettings(
         model=args.model,
         device=args.device,
         weights=args.weights,
-        adapter=args.adapter,
+        adapter=diffusion,
+        adapters=named,
         pages=args.pages,
         max_nodes=args.max_nodes,
         max_sequences=args.max_sequences,
@@ -164,6 +194,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
         names=tuple(args.name or ()),
         bounds=Bounds(deadline=args.deadline),
         queue=args.queue,
+        tool_parser=args.tool_parser,
+        reasoning_parser=args.reasoning_parser,
         api_keys=_keys(args),
         origins=tuple(args.origin or ()),
         grace=args.grace,

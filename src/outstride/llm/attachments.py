@@ -7,11 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from outstride import registry
 from outstride.core.proposal import TARGET
+from outstride.engine.admission import unknown_adapter
 from outstride.engine.engine_thread import EngineThread
-from outstride.errors import ModelNotFound, UnsupportedModel, VocabularyMismatch
+from outstride.errors import (
+    InvalidParams,
+    ModelNotFound,
+    RequestError,
+    UnsupportedModel,
+    VocabularyMismatch,
+)
 from outstride.models.load import Loaded, load
 
+AUTO = "auto"
 ADAPTER, SHIPPED = "diffusion-adapter", "shipped"
 """The recipe that trains adapters, and the name of the one that comes with the package."""
 
@@ -34,7 +43,37 @@ class Attachments:
         self._read: dict[str, Callable[[str], None]] = {}
         """Draft heads of the target that are read and not attached, by the folder's path."""
 
-    def adapter(self, adapter: str | Path) -> None:
+    def lora(self, name: str, folder: str | Path) -> None:
+        """Attaches a LoRA adapter in PEFT's format, which requests choose by its name."""
+        from outstride.models import lora
+
+        if not name or name != name.strip():
+            raise InvalidParams(f"an adapter needs a name, not {name!r}")
+        ops = self._target.model.ops
+        if reason := ops.draft_heads.unsupported_adapter():
+            raise UnsupportedModel(f"{ops.name} cannot run LoRA adapters: {reason}")
+        found = lora.read(Path(folder).expanduser(), self._target.model.config)
+
+        def attach(model: Any) -> None:
+            model.attach_adapter(name, found.digest, found.layers)
+
+        with self._loading:
+            self._thread.call(lambda: self._engine.update_model(TARGET, attach))
+
+    def detach_lora(self, name: str) -> None:
+        """Drops a LoRA adapter; raises if there is none of this name, or if requests use it."""
+
+        def detach(model: Any) -> None:
+            if name not in model.adapters:
+                raise unknown_adapter(name, model.adapters)
+            if any(sequence.params.adapter == name for sequence in self._engine.unfinished):
+                raise RequestError(f"requests with adapter {name!r} run; try again after them")
+            model.detach_adapter(name)
+
+        with self._loading:
+            self._thread.call(lambda: self._engine.update_model(TARGET, detach))
+
+    def diffusion_adapter(self, adapter: str | Path) -> None:
         """Attaches a diffusion adapter by its folder; `shipped` is the one of the package."""
         if self._target.model.masked_spec is not None:
             raise UnsupportedModel(
@@ -89,14 +128,16 @@ class Attachments:
             )
         return key
 
-    def preload(self, kind: str) -> None:
-        """Reads the draft head of the package for this model, if there is one, and converts it.
+    def preload(self) -> None:
+        """Reads the draft head that `auto` uses with this model, if there is one, and converts it.
 
-        A method attaches it when it needs it. Until then it costs memory, but no time in a pass.
+        Otherwise the first answer would wait for it. `auto` attaches it when it needs it; until then it
+        costs memory, but no time in a pass.
         """
         from outstride.models import draft_heads
 
-        folder = self._folder(kind, "")
+        entry, options = registry.parse(AUTO)
+        folder = self._folder(entry.drafter.head_kinds(options)[0], "")
         if folder is not None:
             model, vocabulary = self._target.model, self._target.tokenizer.digest
             self._read[str(folder.resolve())] = draft_heads.read(model, folder, vocabulary)

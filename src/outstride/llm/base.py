@@ -16,13 +16,15 @@ from outstride import registry
 from outstride.core.contracts import Grammar, Method
 from outstride.core.infill import parse
 from outstride.core.params import SamplingParams
+from outstride.core.prefix_key import fingerprint_of
 from outstride.core.proposal import TARGET
 from outstride.core.structured_output import OutputFormat
 from outstride.engine.engine import Engine
 from outstride.engine.engine_thread import EngineThread, OutputEvent, RequestHandle
 from outstride.engine.scheduler import Limits
+from outstride.engine.stopping import TokenToBytes
 from outstride.errors import InvalidParams, InvalidPrompt, OutstrideError, RequestError
-from outstride.llm.attachments import SHIPPED, Attachments
+from outstride.llm.attachments import AUTO, SHIPPED, Attachments
 from outstride.llm.gc_freeze import freeze_imports
 from outstride.llm.pending import PendingRequest
 from outstride.models.fetch import cache_dir
@@ -33,7 +35,6 @@ from outstride.results import Filled, Result
 if TYPE_CHECKING:
     from outstride.grammar.matcher import GrammarCompiler
 
-AUTO = "auto"
 FormatLike: TypeAlias = OutputFormat | Mapping[str, Any]
 """An `OutputFormat`, or a JSON schema."""
 Message: TypeAlias = Mapping[str, Any]
@@ -86,11 +87,24 @@ class LLMBase:
         device: str = "auto",
         weights: str = "auto",
         adapter: str | Path | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
-        """adapter: the folder of a diffusion adapter, or `shipped`. It enables masked methods."""
+        """adapter: the folder of a diffusion adapter, or `shipped`. It enables masked methods.
+
+        adapters: folders of LoRA adapters by name. A request chooses one with
+        `SamplingParams(adapter=name)`; without it, the model itself answers.
+        trust_remote_code: whether transformers may run Python code of the model's repository.
+        """
         if not isinstance(model, Loaded):
             freeze_imports()
-            model = load(str(model), pages=pages, device=device, weights=weights)
+            model = load(
+                str(model),
+                pages=pages,
+                device=device,
+                weights=weights,
+                trust_remote_code=trust_remote_code,
+            )
         loaded = model
         if max_nodes < 1 or max_sequences < 1:
             raise InvalidParams("max_nodes and max_sequences must be at least 1")
@@ -118,24 +132,45 @@ class LLMBase:
         self._compiler: GrammarCompiler | None = None
         registry.discover()
         if self.device == "cpu" and self._autoregressive:
-            # `auto` drafts with it: the first answer would wait for it otherwise.
-            entry, options = registry.parse(AUTO)
-            self._attachments.preload(*entry.drafter.head_kinds(options)[:1])
+            self._attachments.preload()
         if adapter is not None:
             self.adapt(adapter)
+        for name, folder in (adapters or {}).items():
+            self.load_adapter(name, folder)
 
     def adapt(self, adapter: str | Path = SHIPPED) -> None:
         """Attaches a diffusion adapter by its folder; `shipped` is the one of the package."""
-        self._attachments.adapter(adapter)
+        self._attachments.diffusion_adapter(adapter)
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Loads a LoRA adapter in PEFT's format, which requests choose by its name."""
+        self._attachments.lora(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Drops a LoRA adapter. Raises RequestError while requests use it."""
+        self._attachments.detach_lora(name)
 
     def _token_to_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to an answer; a special token adds none."""
         return b"" if self.tokenizer.is_special(token) else self.tokenizer.token_bytes(token)
 
+    def detokenizer(self, params: SamplingParams) -> TokenToBytes | None:
+        """How the output of a request becomes text, where special tokens stay in it; else None."""
+        if params.skip_special_tokens and not params.visible_tokens:
+            return None
+        raw, shown = self.tokenizer.token_bytes, frozenset(params.visible_tokens)
+        if not params.skip_special_tokens:
+            return raw
+        return lambda token: raw(token) if token in shown else self._token_to_bytes(token)
+
     @property
     def fingerprint(self) -> str:
         """Names weights, operations and build. With the same one, a request has the same text."""
         return self.model.fingerprint
+
+    def fingerprint_of(self, adapter: str) -> str:
+        """The fingerprint of requests with this LoRA adapter; empty: without one."""
+        return fingerprint_of(self.model, adapter)
 
     @property
     def default_method(self) -> str:
@@ -196,8 +231,9 @@ class LLMBase:
 
         if not isinstance(shape, OutputFormat):
             shape = OutputFormat.schema(shape)
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(self.tokenizer, self.model.vocab_size)
+        with self._building:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self.tokenizer, self.model.vocab_size)
         matcher = self._compiler.compile(shape, params.max_tokens)
         return guided(method, matcher), matcher
 
@@ -240,6 +276,7 @@ class LLMBase:
         handle = RequestHandle(
             tokens, params, built, _ignore, salt, streaming, stream_canvas=canvas, grammar=grammar
         )
+        handle.token_to_bytes = self.detokenizer(params)
         return PendingRequest(handle, trace)
 
     def _requests(
