@@ -263,8 +263,9 @@ def test_required_tool_calls(client: openai.OpenAI, choice: Any, stream: bool) -
         seed=2,
     )
     if stream:
-        [last] = [c.choices[0] for c in found if c.choices and c.choices[0].delta.tool_calls]
-        [call], reason = last.delta.tool_calls, last.finish_reason
+        choices = [chunk.choices[0] for chunk in found if chunk.choices]
+        [[call]] = [choice.delta.tool_calls for choice in choices if choice.delta.tool_calls]
+        reason = choices[-1].finish_reason
     else:
         assert found.choices[0].message.content is None
         [call], reason = found.choices[0].message.tool_calls, found.choices[0].finish_reason

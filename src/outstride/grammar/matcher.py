@@ -8,13 +8,21 @@ by path, because the next query is mostly about the same path with one more toke
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+from llguidance import (
+    LLMatcher,
+    LLParserLimits,
+    LLTokenizer,
+    StructTag,
+    TokenizerWrapper,
+    grammar_from,
+)
 
 from outstride.core.graph import BoolArray
 from outstride.core.structured_output import KINDS, OutputFormat
@@ -67,7 +75,7 @@ class _State:
 
 
 class GrammarCompiler:
-    """Compiles output formats for one vocabulary. The latest ones stay compiled."""
+    """Compiles output formats for one vocabulary, on any thread. The latest ones stay compiled."""
 
     def __init__(self, vocabulary: Vocabulary, width: int | None = None, keep: int = 64) -> None:
         ends = sorted(vocabulary.eos_ids)
@@ -82,6 +90,8 @@ class GrammarCompiler:
         self._completions = CompletionSearch(adapter.tokens, ends)
         self._keep = keep
         self._compiled: OrderedDict[OutputFormat, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        """Guards the cache. It is not held while a grammar is compiled."""
 
     def check(self, shape: OutputFormat) -> None:
         """Raises InvalidGrammar, with what is wrong or not supported."""
@@ -97,7 +107,8 @@ class GrammarCompiler:
         )
 
     def _matcher(self, shape: OutputFormat) -> LLMatcher:
-        found = self._compiled.get(shape)
+        with self._lock:
+            found = self._compiled.get(shape)
         if found is None:
             found = LLMatcher(
                 self._tokenizer,
@@ -107,10 +118,11 @@ class GrammarCompiler:
             )
             if message := found.get_error():
                 raise InvalidGrammar(f"the {shape.kind} cannot be followed: {_summary(message)}")
+        with self._lock:
             self._compiled[shape] = found
+            self._compiled.move_to_end(shape)
             while len(self._compiled) > self._keep:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(shape)
         return found
 
 
@@ -131,6 +143,15 @@ def _grammar(shape: OutputFormat) -> str:
     except (ValueError, RecursionError) as error:
         raise InvalidGrammar(f"the {shape.kind} cannot be read: {_summary(str(error))}") from error
     raise InvalidGrammar(f"unknown kind {shape.kind!r}; known are {', '.join(KINDS)}")
+
+
+def structural_tags(tags: Sequence[tuple[str, str, Any, str]]) -> str:
+    """A Lark grammar of free text with structures: trigger, begin, JSON schema and end of each."""
+    found = [
+        StructTag(trigger=trigger, begin=begin, grammar=schema, end=end)
+        for trigger, begin, schema, end in tags
+    ]
+    return StructTag.to_grammar(found, assume_special=False)
 
 
 def _summary(message: str) -> str:

@@ -13,7 +13,8 @@ from starlette.types import ASGIApp
 
 import outstride
 from outstride import registry
-from outstride.serve import prove
+from outstride.serve import embeddings, prove, responses_api
+from outstride.serve.chat_prompts import chat_text
 from outstride.serve.engine_client import EngineDown
 from outstride.serve.ipc import Gauges
 from outstride.serve.metrics import CONTENT_TYPE
@@ -33,6 +34,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     500: {"description": "This request failed, and no other; the message has an id"},
     503: {"description": "The engine is not ready"},
 }
+
+
+SPECIAL_NAMES = ("bos", "eos", "pad", "unk", "mask")
+"""Special tokens that `/tokenizer_info` names."""
 
 
 def make_app(settings: ServeSettings) -> tuple[ASGIApp, Service]:
@@ -57,6 +62,8 @@ def make_app(settings: ServeSettings) -> tuple[ASGIApp, Service]:
     _errors(app)
     _generation(app, service)
     prove.add(app, service, _ERRORS)
+    embeddings.add(app, service, _ERRORS)
+    responses_api.add(app, service, _ERRORS)
     _tokens(app, service)
     _state(app, service)
     _page(app)
@@ -67,9 +74,9 @@ def make_app(settings: ServeSettings) -> tuple[ASGIApp, Service]:
     cors = CORSMiddleware(
         guarded,
         allow_origins=list(settings.origins),
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["retry-after", "www-authenticate"],
+        expose_headers=["retry-after", "www-authenticate", "x-request-id"],
     )
     return cors, service
 
@@ -112,13 +119,14 @@ def _generation(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model, once per name."""
-        return {"object": "list", "data": [_model(name, service) for name in service.parser.names]}
+        """The model, once per name, and its LoRA adapters."""
+        names = (*service.parser.names, *service.parser.adapters)
+        return {"object": "list", "data": [_model(name, service) for name in names]}
 
     @app.get("/v1/models/{name:path}", responses={404: _ERRORS[404]})
     async def model(name: str) -> dict[str, Any]:
-        """The model of this name."""
-        if name not in service.parser.names:
+        """The model, or the LoRA adapter, of this name."""
+        if name not in (*service.parser.names, *service.parser.adapters):
             raise APIError(404, f"this server has no model {name!r}", code="model_not_found")
         return _model(name, service)
 
@@ -129,14 +137,16 @@ def _generation(app: FastAPI, service: Service) -> None:
 
 
 def _model(name: str, service: Service) -> dict[str, Any]:
-    handshake = service.engine.handshake
+    handshake, parser = service.engine.handshake, service.parser
+    adapter = name if name in parser.adapters else ""
     return {
         "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "outstride",
+        "parent": parser.names[0] if adapter else None,
         "context_length": handshake.context if handshake else None,
-        "system_fingerprint": handshake.fingerprint if handshake else None,
+        "system_fingerprint": parser.fingerprint_of(adapter) if handshake else None,
         "operations": handshake.operations if handshake else None,
         "device": handshake.device if handshake else None,
         "weights": handshake.weights if handshake else None,
@@ -173,7 +183,14 @@ def _tokens(app: FastAPI, service: Service) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("give either prompt or messages")
         if body.messages is not None:
-            text = parser.chat_text(body.messages, [], body.add_generation_prompt)
+            text = chat_text(
+                parser.tokenizer,
+                body.messages,
+                body.tools or (),
+                generation=body.add_generation_prompt,
+                continue_final=bool(body.continue_final_message),
+                variables=body.chat_template_kwargs,
+            )
             tokens = await parser.encode(text, add_special=False)
         else:
             tokens = await parser.encode(body.prompt or "", body.add_special_tokens)
@@ -185,6 +202,19 @@ def _tokens(app: FastAPI, service: Service) -> None:
         if body.return_token_strs:
             found["token_strs"] = [parser.tokenizer.decode([t], skip_special=False) for t in tokens]
         return found
+
+    @app.get("/tokenizer_info", responses={503: _ERRORS[503]})
+    async def tokenizer_info() -> dict[str, Any]:
+        """The special tokens and the chat template, as remote tokenizers ask for them."""
+        tokenizer = parser.tokenizer
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{f"{name}_token": tokenizer.named.get(f"{name}_token") for name in SPECIAL_NAMES},
+            "eos_token_ids": sorted(tokenizer.eos_ids),
+            "chat_template": tokenizer.chat_template,
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": parser.handshake.context,
+        }
 
     @app.post("/detokenize", responses={400: _ERRORS[400], 503: _ERRORS[503]})
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
@@ -214,6 +244,11 @@ def _state(app: FastAPI, service: Service) -> None:
         if service.draining or await gauges(5.0) is None:
             raise service.down()
         return {"status": "ready"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of this package."""
+        return {"version": outstride.__version__}
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:

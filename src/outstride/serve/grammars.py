@@ -1,70 +1,155 @@
-"""Structured output in the HTTP process: response formats become grammars, and wrong ones a 400."""
+"""Structured output: the fields of a body become an output format, which the engine compiles.
+
+Nothing is compiled here: a large schema takes long, and the HTTP process has to answer other clients
+meanwhile. The engine process compiles on threads of its own, and a grammar that it refuses is a 400.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from outstride.core.structured_output import OutputFormat
-from outstride.errors import RequestError
-from outstride.grammar.matcher import GrammarCompiler
-from outstride.models.tokenizer import Tokenizer
-from outstride.serve.protocol import ResponseFormat
-from outstride.serve.settings import APIError, invalid
+from outstride.core.structured_output import JSON, OutputFormat
+from outstride.serve.protocol import ResponseFormat, SamplingBody, StructuredOutputs
+from outstride.serve.settings import invalid
 
 
-class GrammarChecker:
-    """Compiles grammars before a request is admitted, on a thread of its own.
+def output_format(body: SamplingBody, max_bytes: int) -> tuple[OutputFormat | None, str]:
+    """What a body asks for in one of several ways, None for plain text; and the field that does."""
+    found = {name: shape for name, shape in _requested(body).items() if shape is not None}
+    if len(found) > 1:
+        names = " and ".join(found)
+        raise invalid(f"{names} exclude each other", list(found)[-1])
+    for name, shape in found.items():
+        return check_size(shape, name, max_bytes), name
+    return None, ""
 
-    The event loop goes on meanwhile. There is one thread because a `GrammarCompiler` is used by one
-    thread at a time; the engine process compiles the grammar again for its own use.
-    """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._vocabulary: tuple[Tokenizer, int] | None = None
-        self._compiler: tuple[Tokenizer, GrammarCompiler] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+def check_size(shape: OutputFormat, param: str, max_bytes: int) -> OutputFormat:
+    """The format, unless it is too long."""
+    if len(shape.text) > max_bytes:
+        raise invalid(f"a schema or grammar may have {max_bytes} bytes", param)
+    return shape
 
-    def set_vocabulary(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """The tokenizer of the model, which grammars are compiled for."""
-        self._vocabulary = tokenizer, vocab_size
 
-    async def output_format(self, wanted: ResponseFormat | None) -> OutputFormat | None:
-        """What `response_format` asks for; None for plain text."""
-        if wanted is None or wanted.type == "text":
-            return None
-        if wanted.type == "json_object":
-            return OutputFormat("json_object")
-        if wanted.type == "json_schema":
-            if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-                raise invalid("response_format lacks json_schema.schema", "response_format")
-            text = json.dumps(wanted.json_schema.schema_)
-        elif wanted.type == "regex":
-            text = wanted.regex or ""
-        else:
-            text = wanted.grammar or ""
-        if not text:
-            field = "regex" if wanted.type == "regex" else "grammar"
-            raise invalid(f"response_format of type {wanted.type} lacks {field}", "response_format")
-        return await self.check(OutputFormat(wanted.type, text), "response_format")
+def _requested(body: SamplingBody) -> dict[str, OutputFormat | None]:
+    """The formats that a body names, by field."""
+    given = body.structured_outputs
+    return {
+        "response_format": _response_format(body.response_format),
+        "structured_outputs": None if given is None else _structured(given),
+        "guided_json": _schema(body.guided_json, "guided_json"),
+        "guided_regex": _text("regex", body.guided_regex, "guided_regex"),
+        "guided_choice": _choice(body.guided_choice, "guided_choice"),
+        "guided_grammar": _grammar(body.guided_grammar, "guided_grammar"),
+    }
 
-    async def check(self, wanted: OutputFormat, param: str) -> OutputFormat:
-        """The same format, once its grammar has been compiled; raises a 400 if it cannot be."""
-        if len(wanted.text) > self._max_bytes:
-            raise invalid(f"a schema or grammar may have {self._max_bytes} bytes", param)
-        if self._vocabulary is None:
-            raise APIError(503, "the model is being loaded", kind="server_error", code="not_ready")
-        tokenizer, vocab_size = self._vocabulary
 
-        def compile_grammar() -> None:
-            if self._compiler is None or self._compiler[0] is not tokenizer:
-                self._compiler = tokenizer, GrammarCompiler(tokenizer, vocab_size)
-            self._compiler[1].check(wanted)
+def _response_format(wanted: ResponseFormat | None) -> OutputFormat | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return JSON
+    if wanted.type == "json_schema":
+        if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+            raise invalid("response_format lacks json_schema.schema", "response_format")
+        return OutputFormat("json_schema", json.dumps(wanted.json_schema.schema_))
+    field = "regex" if wanted.type == "regex" else "grammar"
+    text = getattr(wanted, field)
+    if not text:
+        raise invalid(f"response_format of type {wanted.type} lacks {field}", "response_format")
+    return OutputFormat(wanted.type, text)
 
+
+def _structured(wanted: StructuredOutputs) -> OutputFormat:
+    """vLLM's `structured_outputs`: exactly one of its fields."""
+    field = "structured_outputs"
+    found = [
+        shape
+        for shape in (
+            _schema(wanted.json_, field),
+            _text("regex", wanted.regex, field),
+            _choice(wanted.choice, field),
+            _grammar(wanted.grammar, field),
+            JSON if wanted.json_object else None,
+            _structural_tag(wanted.structural_tag, field),
+        )
+        if shape is not None
+    ]
+    if len(found) != 1:
+        raise invalid(
+            "structured_outputs needs one of json, regex, choice, grammar, json_object and "
+            f"structural_tag; {len(found)} are set",
+            field,
+        )
+    return found[0]
+
+
+def _schema(wanted: Any, field: str) -> OutputFormat | None:
+    """A JSON schema, as an object or as text."""
+    if wanted is None:
+        return None
+    if isinstance(wanted, str):
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, compile_grammar)
-        except RequestError as error:
-            raise invalid(str(error), param) from error
-        return wanted
+            wanted = json.loads(wanted)
+        except (ValueError, RecursionError) as error:
+            raise invalid(
+                f"{field} holds a JSON schema that is not valid JSON: {error}", field
+            ) from error
+    if not isinstance(wanted, dict | bool):
+        raise invalid(f"{field} must hold a JSON schema", field)
+    return OutputFormat("json_schema", json.dumps(wanted))
+
+
+def _text(kind: str, wanted: str | None, field: str) -> OutputFormat | None:
+    if wanted is None:
+        return None
+    if not wanted:
+        raise invalid(f"{field} is empty", field)
+    return OutputFormat(kind, wanted)
+
+
+def _choice(wanted: list[str] | None, field: str) -> OutputFormat | None:
+    """One of several texts."""
+    if wanted is None:
+        return None
+    if not wanted or not all(wanted):
+        raise invalid(f"{field} needs texts to choose from, none of them empty", field)
+    return OutputFormat("lark", "start: " + " | ".join(json.dumps(text) for text in wanted))
+
+
+def _grammar(wanted: str | None, field: str) -> OutputFormat | None:
+    """EBNF (`root ::= …`), or else Lark."""
+    return _text("ebnf" if "::=" in (wanted or "") else "lark", wanted, field)
+
+
+def _structural_tag(wanted: str | dict[str, Any] | None, field: str) -> OutputFormat | None:
+    """Free text in which a trigger begins a structure: `structures` with begin, schema and end."""
+    if wanted is None:
+        return None
+    from outstride.grammar.matcher import structural_tags
+
+    try:
+        value = json.loads(wanted) if isinstance(wanted, str) else wanted
+        triggers = value["triggers"]
+        tags = [
+            (
+                next(trigger for trigger in triggers if tag["begin"].startswith(trigger)),
+                *(tag["begin"], tag["schema"], tag["end"]),
+            )
+            for tag in value["structures"]
+        ]
+        return OutputFormat("lark", structural_tags(tags))
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        StopIteration,
+        AttributeError,
+        AssertionError,
+    ) as error:
+        raise invalid(
+            "structural_tag needs triggers, and structures with begin, schema and end, where each "
+            f"begin starts with a trigger ({error!r})",
+            field,
+        ) from error

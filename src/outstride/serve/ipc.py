@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ class EngineSettings:
     weights: str = "auto"
     adapter: str | None = None
     """The folder of a diffusion adapter."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Folders of LoRA adapters by name; requests name them as their model."""
     pages: int | None = None
     max_nodes: int = 256
     max_sequences: int = 64
@@ -57,6 +60,8 @@ class Handshake:
     weights: str = ""
     kv_bytes: int = 0
     """Bytes that the KV cache takes when it is full; `capacity` is its size in tokens."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """The fingerprint of requests with each LoRA adapter, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,8 @@ class EngineRequest:
     graphs: bool = False
     streaming: bool = True
     """Whether each pass is reported, or only the end."""
+    return_token_ids: bool = False
+    """Whether outputs have the ids of their tokens."""
 
 
 class RequestEnd(NamedTuple):
@@ -86,13 +93,15 @@ class RequestEnd(NamedTuple):
     saved: float
     """Seconds saved against plain decoding: an estimate."""
     tokens: list[int]
+    embedding: Any = None
+    """Of the prompt, [hidden_size] float32, if the request asks for it."""
 
 
 class EngineFault(NamedTuple):
     """Why a request failed."""
 
     kind: str
-    """Where the cause is: `request`, `method` or `engine`."""
+    """Where the cause is: `request`, `grammar`, `method` or `engine`."""
     message: str
 
 
@@ -116,6 +125,8 @@ class EngineOutput(NamedTuple):
     """The pass itself, if the request wants it."""
     num_tokens: int = 0
     """Tokens of the answer so far."""
+    tokens: list[int] | None = None
+    """The new tokens, if the request wants them."""
 
 
 @dataclass(slots=True)

@@ -6,6 +6,8 @@ import base64
 import binascii
 import hashlib
 import hmac
+import re
+import secrets
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -26,6 +28,10 @@ CSP = (
 )
 
 
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+"""Ids of requests that clients may choose: no white space and no control characters."""
+
+
 class AccessMiddleware:
     """An ASGI application around another: checks keys and body sizes, and logs requests."""
 
@@ -43,12 +49,13 @@ class AccessMiddleware:
         started, status = time.monotonic(), 0
         fields: dict[str, Any] = {}
         scope["outstride"] = fields
+        request_id = fields["request_id"] = _request_id(scope["headers"])
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._add_security_headers(scope["path"], message)
+                self._add_headers(scope["path"], message, request_id)
             await send(message)
 
         try:
@@ -101,8 +108,9 @@ class AccessMiddleware:
         return bounded
 
     @staticmethod
-    def _add_security_headers(path: str, message: Message) -> None:
+    def _add_headers(path: str, message: Message, request_id: str) -> None:
         headers = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
+        headers.append((b"x-request-id", request_id.encode("ascii")))
         headers.append((b"referrer-policy", b"no-referrer"))
         if path in PAGES:
             headers.append((b"content-security-policy", CSP.encode()))
@@ -121,6 +129,14 @@ class AccessMiddleware:
             }
             fields.pop("tenant", None)
             self._metrics.log_request(line | fields)
+
+
+def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The id that the client gave its request, or a new one."""
+    for name, value in headers:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return value.decode("ascii")
+    return f"req_{secrets.token_hex(12)}"
 
 
 def _credential(headers: Iterable[tuple[bytes, bytes]]) -> str:

@@ -66,6 +66,17 @@ class ResponseFormat(StrictModel):
     grammar: str | None = None
 
 
+class StructuredOutputs(StrictModel):
+    """Structured output in vLLM's notation; one of the fields must be set."""
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, max_length=1000)
+    grammar: str | None = None
+    json_object: Flag = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
 class Function(StrictModel):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
@@ -133,6 +144,18 @@ class SamplingBody(StrictModel):
     min_tokens: int | None = Field(0, ge=0)
     stop_token_ids: TokenIds | None = None
     ignore_eos: Flag = False
+    include_stop_str_in_output: Flag = False
+    skip_special_tokens: Flag = True
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="keep the last tokens of the prompt; -1: as many as fit"
+    )
+    return_token_ids: Flag = False
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(None, max_length=1000)
+    guided_grammar: str | None = None
     prompt_logprobs: int | None = Field(None, ge=0)
     cache_salt: str | None = Field(None, max_length=500)
     priority: int | None = Field(0, ge=-(2**31), le=2**31)
@@ -156,8 +179,12 @@ class ChatBody(SamplingBody):
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: Flag = None
+    reasoning_effort: str | None = Field(None, description="for chat templates that take it")
+    # not part of OpenAI's API
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Flag = None
+    continue_final_message: Flag = False
     # accepted, without effect
-    reasoning_effort: str | None = None
     verbosity: str | None = None
     modalities: list[Literal["text"]] | None = None
     prediction: dict[str, Any] | None = None
@@ -179,6 +206,27 @@ class CompletionBody(SamplingBody):
     suffix: str | None = None
 
 
+class EmbeddingBody(StrictModel):
+    """/v1/embeddings"""
+
+    input: (
+        Text
+        | Annotated[list[Text], Field(min_length=1)]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[list[TokenIds], Field(min_length=1)]
+    )
+    model: str | None = Field(None, max_length=500)
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: int | None = Field(None, ge=1, description="keep the first numbers only")
+    # not part of OpenAI's API
+    pooling: Literal["mean", "last"] | None = Field("mean", description="of hidden states")
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    cache_salt: str | None = Field(None, max_length=500)
+    priority: int | None = Field(0, ge=-(2**31), le=2**31)
+    # accepted, without effect
+    user: str | None = None
+
+
 class TokenizeBody(StrictModel):
     """/tokenize: a text as it is, or messages in the model's chat format."""
 
@@ -186,7 +234,10 @@ class TokenizeBody(StrictModel):
     prompt: Text | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=10_000)
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: Flag = None
+    continue_final_message: Flag = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
     return_token_strs: Flag = False
 
 

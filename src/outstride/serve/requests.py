@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from outstride import registry
-from outstride.core.contracts import Exactness
-from outstride.core.params import SamplingParams
 from outstride.core.structured_output import OutputFormat
-from outstride.errors import RequestError
 from outstride.models.tokenizer import Tokenizer
 from outstride.serve import tools
-from outstride.serve.grammars import GrammarChecker
+from outstride.serve.chat_prompts import chat_text
+from outstride.serve.grammars import check_size, output_format
 from outstride.serve.ipc import EngineRequest, Handshake
+from outstride.serve.parsing.answer import AnswerFormats, AnswerParser
 from outstride.serve.protocol import (
     ChatBody,
-    ChatMessage,
     CompletionBody,
     DecodingOptions,
     SamplingBody,
-    Tool,
 )
+from outstride.serve.sampling_fields import method_spec, sampling_params
 from outstride.serve.settings import APIError, ServeSettings, invalid
 
 LONG_TEXT = 4096
 """Characters: longer texts are encoded on another thread than the event loop's."""
-MAX_OPTION = 256
-"""A client may set a method's option to this number, or to four times its default if that is more."""
 
 
 @dataclass(slots=True)
@@ -48,14 +44,19 @@ class ParsedRequest:
     graphs: bool
     deadline: float
     chat: bool
-    tools: list[Tool] = field(default_factory=list)
-    must_call: bool = False
+    answer_parser: Callable[[], AnswerParser | None] = lambda: None
+    """Makes a parser for each answer; without one, an answer is all content."""
+    shape_param: str = ""
+    """The field that asks for structured output."""
     logprobs: int | None = None
     echo: list[str] | None = None
     """Texts of the prompts, to be repeated before the answers."""
     prompt_only: bool = False
     """No tokens were asked for: the one token that the engine generates is dropped."""
     prompt_logprobs: int | None = None
+    adapter: str = ""
+    """The LoRA adapter that the request names as its model."""
+    return_token_ids: bool = False
 
 
 class RequestParser:
@@ -65,13 +66,17 @@ class RequestParser:
         self._settings = settings
         self._tokenizer: Tokenizer | None = None
         self._handshake: Handshake | None = None
-        self._grammars = GrammarChecker(settings.bounds.schema_bytes)
+        self.formats = AnswerFormats.choose("", settings.tool_parser, settings.reasoning_parser)
         registry.discover()
 
     def on_ready(self, handshake: Handshake, tokenizer: Tokenizer) -> None:
         """Takes the handshake of a new engine."""
         self._tokenizer, self._handshake = tokenizer, handshake
-        self._grammars.set_vocabulary(tokenizer, handshake.vocab_size)
+        self.formats = AnswerFormats.choose(
+            tokenizer.chat_template or "",
+            self._settings.tool_parser,
+            self._settings.reasoning_parser,
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -90,6 +95,15 @@ class RequestParser:
         """The names of the model."""
         return self._settings.names or (self._settings.engine.model,)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters, which requests name as their model."""
+        return tuple(self._settings.engine.adapters)
+
+    def fingerprint_of(self, adapter: str) -> str:
+        """The fingerprint of requests with this LoRA adapter; empty: without one."""
+        return self.handshake.adapters[adapter] if adapter else self.handshake.fingerprint
+
     # --- requests -----------------------------------------------------------------------------------
 
     async def chat(self, body: ChatBody, salt: str) -> ParsedRequest:
@@ -97,24 +111,40 @@ class RequestParser:
         self._check(body)
         offered = tools.offered(body)
         must_call = tools.must_call(body)
-        output_format = await self._grammars.output_format(body.response_format)
+        shape, shape_param = output_format(body, self._settings.bounds.schema_bytes)
         if must_call:
-            if output_format is not None:
+            if shape is not None:
                 raise invalid(
                     "response_format and a required tool call exclude each other", "tool_choice"
                 )
-            output_format = await self._grammars.check(tools.call_format(offered), "tools")
-        ids = await self._encode_chat(body.messages, offered)
+            shape_param = "tools"
+            shape = tools.call_format(offered)
+            check_size(shape, shape_param, self._settings.bounds.schema_bytes)
+        prompt = chat_text(
+            self.tokenizer,
+            body.messages,
+            offered,
+            generation=body.add_generation_prompt,
+            continue_final=bool(body.continue_final_message),
+            variables=body.chat_template_kwargs,
+            reasoning_effort=body.reasoning_effort,
+        )
+        ids = await self.encode(prompt, add_special=False)
         bound = body.max_completion_tokens or body.max_tokens or self._settings.max_tokens
         logprobs = None
         if body.logprobs:
             logprobs = self._logprobs(body.top_logprobs or 0, "top_logprobs")
         elif body.top_logprobs:
             raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+        constrained, formats = shape is not None, self.formats
+        visible = () if constrained else formats.markers(bool(offered))
         parsed = self._parsed(
-            body, [ids], bound, output_format, logprobs, body.prompt_logprobs, salt
+            body, [ids], bound, shape, logprobs, body.prompt_logprobs, salt, visible
         )
-        parsed.chat, parsed.tools, parsed.must_call = True, offered, must_call
+        parsed.chat, parsed.shape_param = True, shape_param
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in offered}
+        if offered or formats.reasoning != "none":
+            parsed.answer_parser = lambda: formats.parser(prompt, schemas, constrained)
         return parsed
 
     async def completion(self, body: CompletionBody, salt: str) -> ParsedRequest:
@@ -135,13 +165,15 @@ class RequestParser:
             raise invalid(
                 "max_tokens must be at least 1, unless echo or prompt_logprobs is set", "max_tokens"
             )
-        output_format = await self._grammars.output_format(body.response_format)
-        parsed = self._parsed(
-            body, prompts, max(bound, 1), output_format, logprobs, about_prompt, salt
-        )
+        shape, shape_param = output_format(body, self._settings.bounds.schema_bytes)
+        parsed = self._parsed(body, prompts, max(bound, 1), shape, logprobs, about_prompt, salt)
+        parsed.shape_param = shape_param
         parsed.prompt_only = bound == 0
         if echoed:
-            parsed.echo = [self.tokenizer.decode(ids, skip_special=False) for ids in prompts]
+            parsed.echo = [
+                self.tokenizer.decode(request.tokens, skip_special=False)
+                for request in parsed.engine_requests
+            ]
         return parsed
 
     def _parsed(
@@ -149,25 +181,28 @@ class RequestParser:
         body: SamplingBody,
         prompts: list[list[int]],
         bound: int,
-        output_format: OutputFormat | None,
+        shape: OutputFormat | None,
         logprobs: int | None,
         about_prompt: int | None,
         salt: str,
+        visible: tuple[str, ...] = (),
     ) -> ParsedRequest:
         own = body.outstride or DecodingOptions()
         handshake, limits = self.handshake, self._settings.bounds
-        longest = max(map(len, prompts))
-        if longest > min(limits.prompt_tokens, handshake.context - 1):
-            raise APIError(
-                400,
-                f"the prompt has {longest} tokens; it may have "
-                f"{min(limits.prompt_tokens, handshake.context - 1)}",
-                param="messages" if isinstance(body, ChatBody) else "prompt",
-                code="context_length_exceeded",
-            )
-        bound = min(bound, handshake.context - longest)
-        params = self._params(body, bound, logprobs, about_prompt)
-        method = self._method(own)
+        prompts = self._truncated(body, prompts, bound)
+        bound = min(bound, handshake.context - max(map(len, prompts)))
+        tokenizer, size = self.tokenizer, handshake.vocab_size
+        params = sampling_params(
+            body,
+            tokenizer,
+            size,
+            bound,
+            logprobs,
+            about_prompt=about_prompt,
+            visible=visible,
+            adapter=self._adapter(body),
+        )
+        method = method_spec(own, self._settings)
         engine_requests = [
             EngineRequest(
                 id=0,
@@ -176,10 +211,11 @@ class RequestParser:
                 method=method,
                 salt=salt + (body.cache_salt or ""),
                 priority=body.priority or 0,
-                output_format=output_format,
+                output_format=shape,
                 trace=own.trace,
                 graphs=own.graphs,
                 streaming=bool(body.stream),
+                return_token_ids=bool(body.return_token_ids),
             )
             for ids in prompts
         ]
@@ -197,6 +233,8 @@ class RequestParser:
             chat=False,
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
+            adapter=params.adapter,
+            return_token_ids=bool(body.return_token_ids),
         )
 
     # --- parts --------------------------------------------------------------------------------------
@@ -204,10 +242,11 @@ class RequestParser:
     def _check(self, body: SamplingBody) -> None:
         """Limits that no type expresses."""
         limits = self._settings.bounds
-        if body.model is not None and body.model not in self.names:
+        known = (*self.names, *self.adapters)
+        if body.model is not None and body.model not in known:
             raise APIError(
                 404,
-                f"this server has no model {body.model!r}; it has {', '.join(self.names)}",
+                f"this server has no model {body.model!r}; it has {', '.join(known)}",
                 param="model",
                 code="model_not_found",
             )
@@ -219,11 +258,39 @@ class RequestParser:
                 f"there may be {limits.stops} stop strings of {limits.stop_length} characters",
                 "stop",
             )
+        words = body.bad_words or ()
+        if len(words) > limits.bad_words or any(len(w) > limits.stop_length for w in words):
+            raise invalid(
+                f"there may be {limits.bad_words} bad words of {limits.stop_length} characters",
+                "bad_words",
+            )
         if len(body.logit_bias or ()) > limits.biases:
             raise invalid(f"logit_bias may name {limits.biases} tokens", "logit_bias")
         self._logprobs(body.prompt_logprobs, "prompt_logprobs")
         if body.outstride and body.outstride.graphs and not body.stream:
             raise invalid("graphs come pass by pass: set stream to true", "outstride")
+
+    def _truncated(
+        self, body: SamplingBody, prompts: list[list[int]], bound: int
+    ) -> list[list[int]]:
+        """The prompts, or their last tokens if the body asks for them; raises if one is too long."""
+        keep, context = body.truncate_prompt_tokens, self.handshake.context
+        if keep == 0:
+            raise invalid(
+                "truncate_prompt_tokens must be at least 1, or -1", "truncate_prompt_tokens"
+            )
+        if keep is not None:
+            keep = keep if keep > 0 else max(context - bound, 1)
+            prompts = [ids[-keep:] for ids in prompts]
+        longest, limit = max(map(len, prompts)), self._settings.bounds.prompt_tokens
+        if longest > min(limit, context - 1):
+            raise APIError(
+                400,
+                f"the prompt has {longest} tokens; it may have {min(limit, context - 1)}",
+                param="messages" if isinstance(body, ChatBody) else "prompt",
+                code="context_length_exceeded",
+            )
+        return prompts
 
     def _logprobs(self, count: int | None, param: str) -> int | None:
         limit = self._settings.bounds.logprobs
@@ -231,77 +298,9 @@ class RequestParser:
             raise invalid(f"{param} may be {limit} at most", param)
         return count
 
-    def _params(
-        self, body: SamplingBody, bound: int, logprobs: int | None, about_prompt: int | None
-    ) -> SamplingParams:
-        def given(value: Any, default: Any) -> Any:
-            return default if value is None else value
-
-        try:
-            bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-        except ValueError as error:
-            raise invalid("logit_bias maps token ids to numbers", "logit_bias") from error
-        width = self.handshake.vocab_size
-        for name, ids in (("logit_bias", bias), ("stop_token_ids", body.stop_token_ids or ())):
-            if any(not 0 <= token < width for token in ids):
-                raise invalid(f"{name} names a token outside the vocabulary of {width}", name)
-        min_tokens = min(given(body.min_tokens, 0), bound)
-        try:
-            return SamplingParams(
-                temperature=float(given(body.temperature, 1.0)),
-                top_k=max(given(body.top_k, 0), 0),
-                top_p=float(given(body.top_p, 1.0)),
-                min_p=float(given(body.min_p, 0.0)),
-                repetition_penalty=float(given(body.repetition_penalty, 1.0)),
-                presence_penalty=float(given(body.presence_penalty, 0.0)),
-                frequency_penalty=float(given(body.frequency_penalty, 0.0)),
-                logit_bias=bias,
-                seed=body.seed,
-                stop=body.stop or (),
-                stop_token_ids=body.stop_token_ids or (),
-                max_tokens=bound,
-                min_tokens=min_tokens,
-                ignore_eos=bool(body.ignore_eos),
-                n=body.n or 1,
-                logprobs=logprobs,
-                prompt_logprobs=about_prompt,
-            )
-        except RequestError as error:
-            raise invalid(str(error)) from error
-
-    def _method(self, own: DecodingOptions) -> str:
-        """The method in its usual notation: `name:key=value,…`."""
-        spec = own.method or self._settings.method
-        for key, value in (own.model_extra or {}).items():
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            if not isinstance(value, bool | int | float | str) or set(text) & set(",=:"):
-                raise invalid(
-                    f"outstride.{key} must be a number, a string or a boolean", "outstride"
-                )
-            spec += f"{',' if ':' in spec else ':'}{key}={text}"
-        try:
-            entry, options = registry.parse(spec)
-            _check_sizes(entry, options)
-            if "model" not in {option.name for option in entry.options}:
-                registry.build(spec)
-        except RequestError as error:
-            raise invalid(str(error), "outstride") from error
-        if spec != self._settings.method and options.get("from", "none") not in ("", "none"):
-            raise invalid(
-                "a request cannot choose a draft head with `from`; the server's --method can",
-                "outstride",
-            )
-        model = options.get("model")
-        if model is not None and model not in self._settings.engine.draft_models:
-            raise invalid(
-                f"this server has no draft model {model!r}; it is started with --draft-model",
-                "outstride",
-            )
-        if own.method is None and entry.exactness is not Exactness.EXACT:
-            raise invalid(
-                f"method {entry.name} may change the text: name it to use it", "outstride"
-            )
-        return spec
+    def _adapter(self, body: SamplingBody) -> str:
+        """The LoRA adapter that a request names as its model; empty: it names none."""
+        return body.model if body.model is not None and body.model in self.adapters else ""
 
     async def _prompts(self, prompt: Any) -> list[list[int]]:
         if isinstance(prompt, str):
@@ -326,36 +325,3 @@ class RequestParser:
         if len(text) > LONG_TEXT:
             return await asyncio.to_thread(self.tokenizer.encode, text, add_special)
         return self.tokenizer.encode(text, add_special)
-
-    async def _encode_chat(self, messages: list[ChatMessage], offered: list[Tool]) -> list[int]:
-        return await self.encode(self.chat_text(messages, offered), add_special=False)
-
-    def chat_text(
-        self, messages: list[ChatMessage], offered: list[Tool], generation: bool = True
-    ) -> str:
-        """A conversation in the model's own format."""
-        tokenizer, extra = self.tokenizer, {}
-        if "tools" in (tokenizer.chat_template or ""):
-            plain = [
-                {**message.model_dump(exclude_none=True), "content": tools.text_of(message)}
-                for message in messages
-            ]
-            if offered:
-                extra["tools"] = [tool.model_dump(exclude_none=True) for tool in offered]
-        else:
-            plain = [tools.as_plain_message(message) for message in messages]
-            if offered:
-                plain = tools.with_tool_prompt(plain, offered)
-        try:
-            return tokenizer.chat(plain, generation, **extra)
-        except RequestError as error:
-            raise invalid(str(error), "messages") from error
-
-
-def _check_sizes(entry: registry.MethodEntry, options: Mapping[str, Any]) -> None:
-    """Bounds the numbers that a client may set a method's options to."""
-    for option in entry.options:
-        if option.type is int and option.name in options:
-            limit = max(4 * (option.default or 0), MAX_OPTION)
-            if options[option.name] > limit:
-                raise invalid(f"outstride.{option.name} may be {limit} at most", "outstride")

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outstride.models.tokenizer import Tokenizer
-from outstride.serve import pass_trace, tools
+from outstride.serve import pass_trace
 from outstride.serve.ipc import EngineOutput, RequestEnd
+from outstride.serve.parsing.answer import AnswerParser
+from outstride.serve.parsing.tool_format import CALL, CONTENT, REASONING, Part
 from outstride.serve.requests import ParsedRequest
 
 REASONS = {"stop": "stop", "length": "length"}
@@ -33,11 +35,15 @@ class ChoiceBuilder:
     logprobs: list[Any] = field(default_factory=list)
     trace: list[dict[str, Any]] = field(default_factory=list)
     end: RequestEnd | None = None
-    held_text: str = ""
-    """Text that is not sent yet because it may turn out to be a tool call."""
-    is_text: bool = False
-    """Whether it is certain that the answer is no tool call."""
+    token_ids: list[int] = field(default_factory=list)
+    """Where the request wants them."""
+    parser: AnswerParser | None = None
+    """Splits the text into reasoning, content and calls; without one, it is all content."""
+    content: str = ""
+    reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
+    fresh: list[Part] = field(default_factory=list)
+    """The parts that the last output added."""
     opened: bool = False
     """Whether its first chunk has been made."""
     offset: int = 0
@@ -54,9 +60,8 @@ class ResponseBuilder:
         prefix = "chatcmpl" if parsed.chat else "cmpl"
         self.id = f"{prefix}-{secrets.token_hex(12)}"
         self.parsed = parsed
-        self.choices = [
-            ChoiceBuilder(i) for i in range(len(parsed.engine_requests) * parsed.samples)
-        ]
+        count = len(parsed.engine_requests) * parsed.samples
+        self.choices = [ChoiceBuilder(i, parser=parsed.answer_parser()) for i in range(count)]
         self.prompts: dict[int, list[Any]] = {}
         self._tokenizer = tokenizer
         self._head: dict[str, Any] = {
@@ -75,7 +80,8 @@ class ResponseBuilder:
             parsed.trace
             or parsed.graphs
             or parsed.logprobs is not None
-            or parsed.tools
+            or self.choices[0].parser
+            or parsed.return_token_ids
             or parsed.continuous_usage
         )
 
@@ -87,6 +93,8 @@ class ResponseBuilder:
         if not self.parsed.prompt_only:
             choice.text += output.text
         choice.num_tokens = max(choice.num_tokens, output.num_tokens)
+        if output.tokens and not self.parsed.prompt_only:
+            choice.token_ids += output.tokens
         if output.logprobs:
             choice.logprobs += output.logprobs
         if output.trace:
@@ -95,9 +103,27 @@ class ResponseBuilder:
             self.prompts[place] = output.prompt_logprobs
         if output.end is not None:
             choice.end = output.end
-            if self.parsed.tools and (self.parsed.must_call or not choice.is_text):
-                choice.calls = tools.calls_of(choice.text, self.parsed.tools)
+        if choice.parser is not None:
+            self._split(choice, choice.parser.feed(output.text, output.end is not None))
         return choice
+
+    @staticmethod
+    def _split(choice: ChoiceBuilder, parts: list[Part]) -> None:
+        """Adds new parts to an answer."""
+        choice.fresh = parts
+        for part in parts:
+            if part.kind == CONTENT:
+                choice.content += part.text
+            elif part.kind == REASONING:
+                choice.reasoning += part.text
+            else:
+                choice.calls.append(
+                    {
+                        "id": f"call_{secrets.token_hex(12)}",
+                        "type": "function",
+                        "function": {"name": part.name, "arguments": part.text},
+                    }
+                )
 
     def _provenance(self, row: tuple[int, int, str, str]) -> dict[str, Any]:
         token, step, source, kind = row
@@ -114,14 +140,21 @@ class ResponseBuilder:
     def whole(self) -> dict[str, Any]:
         """The response to a request that does not stream."""
         choices = [self._choice(choice) for choice in self.choices]
-        return {**self._head, "choices": choices, "usage": self.usage()}
+        value = {**self._head, "choices": choices, "usage": self.usage()}
+        if self.parsed.return_token_ids and self.parsed.chat:
+            value["prompt_token_ids"] = self.parsed.engine_requests[0].tokens
+        return value
 
     def _choice(self, choice: ChoiceBuilder) -> dict[str, Any]:
         value: dict[str, Any] = {"index": choice.index}
         if self.parsed.chat:
-            message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+            split = choice.parser is not None
+            content = choice.content if split else choice.text
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            if choice.reasoning:
+                message["reasoning_content"] = choice.reasoning
             if choice.calls:
-                message |= {"content": None, "tool_calls": choice.calls}
+                message |= {"content": content or None, "tool_calls": choice.calls}
             value["message"] = message
         else:
             value["text"] = self._echo(choice) + choice.text
@@ -130,6 +163,10 @@ class ResponseBuilder:
         place = choice.index // self.parsed.samples
         if self.parsed.prompt_logprobs is not None:
             value["prompt_logprobs"] = self._about_prompt(place)
+        if self.parsed.return_token_ids:
+            value["token_ids"] = choice.token_ids
+            if not self.parsed.chat:
+                value["prompt_token_ids"] = self.parsed.engine_requests[place].tokens
         if self.parsed.trace:
             value["outstride"] = {"trace": choice.trace}
         return value
@@ -155,29 +192,31 @@ class ResponseBuilder:
                 delta = f'{choice.index},"delta":{{"content":{json.dumps(text)}}}'
                 yield f'{self._opening}{delta},"finish_reason":null}}]}}'
             return
-        if self.parsed.tools:
-            text = self._released(choice, text)
         value: dict[str, Any] = {"index": choice.index}
+        fresh = self._fresh(choice, text)
         if self.parsed.chat:
-            fresh: dict[str, Any] = {} if choice.opened else {"role": "assistant"}
-            if text or not (choice.opened or choice.calls):
-                fresh["content"] = text
-            if choice.calls:
-                fresh["tool_calls"] = [{"index": i, **c} for i, c in enumerate(choice.calls)]
-            value["delta"] = fresh
+            opening: dict[str, Any] = {} if choice.opened else {"role": "assistant", "content": ""}
+            if "tool_calls" in fresh or "reasoning_content" in fresh:
+                opening.pop("content", None)
+            value["delta"] = opening | fresh
         else:
             value["text"] = text if choice.opened else self._echo(choice) + text
         value["logprobs"] = self._logprobs(choice, output.logprobs or [], first=not choice.opened)
         value["finish_reason"] = self._reason(choice)
         if self.parsed.trace or self.parsed.graphs:
             value["outstride"] = self._own(output)
+        if self.parsed.return_token_ids:
+            value["token_ids"] = [] if self.parsed.prompt_only else output.tokens or []
         if output.end is not None and self.parsed.prompt_logprobs is not None:
             value["prompt_logprobs"] = self._about_prompt(choice.index // self.parsed.samples)
-        empty = not (text or output.end or output.logprobs or output.trace or output.pass_trace)
-        if empty:
+        about = output.logprobs or output.trace or output.pass_trace or output.tokens
+        if not (fresh or output.end or about):
             return
-        choice.opened = True
         chunk = {**self._chunk_head, "choices": [value]}
+        if self.parsed.return_token_ids and not choice.opened:
+            place = self.parsed.engine_requests[choice.index // self.parsed.samples]
+            chunk["prompt_token_ids"] = place.tokens
+        choice.opened = True
         if self.parsed.continuous_usage:
             chunk["usage"] = self._tokens_so_far()
         yield dumps(chunk)
@@ -203,17 +242,21 @@ class ResponseBuilder:
             )
         return value
 
-    def _released(self, choice: ChoiceBuilder, text: str) -> str:
-        """The text to send now: text that may become a tool call is held back until that is decided."""
-        choice.held_text += text
-        if choice.calls:
-            return ""
-        undecided = self.parsed.must_call or tools.may_become_call(choice.held_text)
-        if undecided and not choice.is_text and choice.end is None:
-            return ""
-        choice.is_text = True
-        text, choice.held_text = choice.held_text, ""
-        return text
+    @staticmethod
+    def _fresh(choice: ChoiceBuilder, text: str) -> dict[str, Any]:
+        """What a chunk adds to an answer, as the fields of its delta."""
+        if choice.parser is None:
+            return {"content": text} if text else {}
+        found: dict[str, Any] = {}
+        for field_name, kind in (("content", CONTENT), ("reasoning_content", REASONING)):
+            if joined := "".join(part.text for part in choice.fresh if part.kind == kind):
+                found[field_name] = joined
+        if count := sum(part.kind == CALL for part in choice.fresh):
+            first = len(choice.calls) - count
+            found["tool_calls"] = [
+                {"index": i, **call} for i, call in enumerate(choice.calls[first:], start=first)
+            ]
+        return found
 
     def usage_chunk(self) -> str:
         """The last chunk, with the usage."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from outstride.models.tokenizer import Tokenizer
 from outstride.serve.engine_client import EngineClient, EngineDown
@@ -13,7 +13,7 @@ from outstride.serve.ipc import EngineFault, EngineOutput, Handshake
 from outstride.serve.metrics import Metrics
 from outstride.serve.requests import ParsedRequest, RequestParser
 from outstride.serve.responses import ResponseBuilder
-from outstride.serve.settings import APIError, ServeSettings
+from outstride.serve.settings import APIError, ServeSettings, invalid
 
 DONE = "[DONE]"
 """The last event of a stream."""
@@ -79,7 +79,7 @@ class InFlightRequest:
 
     # --- the answer ---------------------------------------------------------------------------------
 
-    async def _batches(self) -> AsyncIterator[list[tuple[int, EngineOutput]]]:
+    async def batches(self) -> AsyncGenerator[list[tuple[int, EngineOutput]], None]:
         """Outputs as they arrive, in batches: a slow reader gets more at once. Raises failures."""
         while self._unfinished:
             batch = [await self._outputs.get()]
@@ -120,6 +120,8 @@ class InFlightRequest:
     def _to_http_error(self, fault: EngineFault) -> APIError:
         if fault.kind == "request":
             return APIError(400, fault.message)
+        if fault.kind == "grammar":
+            return invalid(fault.message, self.parsed.shape_param or None)
         error_id = f"err_{secrets.token_hex(6)}"
         self._service.metrics.log_fault(error_id, fault)
         message = f"{fault.message} ({error_id})"
@@ -130,7 +132,7 @@ class InFlightRequest:
     async def whole(self) -> ResponseBuilder:
         """Waits for the end."""
         try:
-            async for batch in self._batches():
+            async for batch in self.batches():
                 for place, output in batch:
                     self.response.add(place, output)
         finally:
@@ -141,7 +143,7 @@ class InFlightRequest:
         """Chunks of a stream as they come, in batches; `DONE` is the last one."""
         response = self.response
         try:
-            async for batch in self._batches():
+            async for batch in self.batches():
                 found: list[str] = []
                 for place, output in batch:
                     found += response.chunks(response.add(place, output), output)
@@ -228,8 +230,9 @@ class Service:
                 code="queue_full",
                 headers={"retry-after": str(min(max(round(wait), 1), 60))},
             )
-        fingerprint = self.parser.handshake.fingerprint
-        response = ResponseBuilder(parsed, self.parser.tokenizer, self.parser.names[0], fingerprint)
+        fingerprint = self.parser.fingerprint_of(parsed.adapter)
+        name = parsed.adapter or self.parser.names[0]
+        response = ResponseBuilder(parsed, self.parser.tokenizer, name, fingerprint)
         request = InFlightRequest(self, parsed, response)
         self._in_flight.add(request)
         self._load += size

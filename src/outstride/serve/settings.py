@@ -34,6 +34,7 @@ class Bounds:
     prompts: int = 256
     stops: int = 16
     stop_length: int = 256
+    bad_words: int = 256
     biases: int = 1024
     logprobs: int = 20
     schema_bytes: int = 64 << 10
@@ -50,6 +51,10 @@ class ServeSettings:
     """Names of the model that requests may use; by default the name that it was loaded by."""
     method: str = "auto"
     """For requests that do not name one."""
+    tool_parser: str = "auto"
+    """How tool calls are written in answers; auto: by the chat template."""
+    reasoning_parser: str = "auto"
+    """How reasoning is marked in answers; auto: by the chat template."""
     queue: int = 256
     """How many answers may wait, in addition to those that run."""
     max_tokens: int = 1024

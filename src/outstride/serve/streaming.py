@@ -13,7 +13,7 @@ from outstride.serve.responses import dumps
 from outstride.serve.service import DONE, InFlightRequest
 from outstride.serve.settings import APIError
 
-_EVENTS = [
+STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
@@ -68,7 +68,9 @@ class StreamingReply(Response):
             async for chunks in self._request.chunks():
                 if not begun:
                     begun = True
-                    await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+                    await send(
+                        {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
+                    )
                 await send(_events(chunks, more=True))
         except APIError as refusal:
             if not begun or refusal.status == _GONE:

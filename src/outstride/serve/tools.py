@@ -1,14 +1,13 @@
-"""Tool calling: how tools get into the prompt, and how calls are parsed from answers.
+"""Tool calling: how tools get into the prompt. `parsing` reads calls from answers.
 
 A chat template that takes tools gets them. For any other, a system message describes them. If a call is
-required, a grammar admits nothing else; with `auto`, an answer that parses as a call becomes one.
+required, a grammar admits nothing else; with `auto`, text that parses as a call becomes one.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from outstride.core.structured_output import OutputFormat
@@ -60,7 +59,8 @@ def call_format(tools: Sequence[Tool]) -> OutputFormat:
     ]
     defs: dict[str, Any] = {}
     for tool in tools:  # references in a schema start at its root, which moves
-        defs |= (tool.function.parameters or {}).get("$defs", {})
+        found = (tool.function.parameters or {}).get("$defs")
+        defs |= found if isinstance(found, dict) else {}
     schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     return OutputFormat("json_schema", json.dumps({**schema, **({"$defs": defs} if defs else {})}))
 
@@ -110,45 +110,3 @@ def text_of(message: ChatMessage) -> str:
                 f"messages hold text only; there is a part of type {part.type!r}", "messages"
             )
     return "".join(part.text or "" for part in message.content)
-
-
-def may_become_call(text: str) -> bool:
-    """Whether a beginning of an answer could still turn out to be a call."""
-    text = text.lstrip()
-    return not text or text[0] in "{[" or text.startswith(OPEN) or OPEN.startswith(text)
-
-
-def calls_of(text: str, tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The calls that an answer consists of; none if it is anything else."""
-    text, names = text.strip(), {tool.function.name for tool in tools}
-    if text.startswith(OPEN):
-        parts = [p.removesuffix(CLOSE).strip() for p in text.split(OPEN) if p.strip()]
-        if any(CLOSE in part for part in parts):
-            return []
-    else:
-        parts = [text]
-    found: list[Mapping[str, Any]] = []
-    for part in parts:
-        try:
-            value = json.loads(part)
-        except (ValueError, RecursionError):
-            return []
-        found += value if isinstance(value, list) else [value]
-    calls = []
-    for call in found:
-        if not isinstance(call, dict) or call.get("name") not in names:
-            return []
-        arguments = call.get("arguments", call.get("parameters"))
-        if not isinstance(arguments, dict):
-            return []
-        calls.append(
-            {
-                "id": f"call_{secrets.token_hex(12)}",
-                "type": "function",
-                "function": {
-                    "name": call["name"],
-                    "arguments": json.dumps(arguments, ensure_ascii=False),
-                },
-            }
-        )
-    return calls

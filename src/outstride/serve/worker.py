@@ -1,8 +1,8 @@
 """The engine process: receives requests, steps the engine, and sends what each pass did.
 
-Three threads share the work. The main thread receives messages and never waits for anything else, so
-that cancels and pings are served at once. The grammar thread compiles grammars, one at a time, and then
-submits their requests; requests without a grammar do not wait for it. The engine's thread steps and
+Threads share the work. The main thread receives messages and never waits for anything else, so that
+cancels and pings are served at once. Two threads compile grammars, short and long ones, and then submit
+their requests; requests without a grammar do not wait for them. The engine's thread steps and
 sends. No thread waits for a client: the HTTP process reads every message as it comes.
 """
 
@@ -27,7 +27,7 @@ import numpy as np
 from outstride.core.contracts import Grammar, Method, Model
 from outstride.core.sequence import Sequence
 from outstride.engine.engine_thread import OutputEvent, RequestHandle
-from outstride.errors import IntegrityError, OutstrideError, RequestError
+from outstride.errors import IntegrityError, InvalidGrammar, OutstrideError, RequestError
 from outstride.llm import LLM
 from outstride.serve.ipc import (
     CANCEL,
@@ -52,6 +52,8 @@ from outstride.serve.savings import SavingsEstimator
 
 MAX_METHODS = 64
 """Methods, with their options, that stay built: drafters remember earlier texts."""
+LONG_FORMAT = 2048
+"""Characters of a schema or grammar: longer ones are compiled on a thread of their own."""
 SEND_BUFFER = 4 << 20
 SLOTS_AT_ONCE = 1024
 """Slots of the KV cache that are written at once while its memory is allocated."""
@@ -79,8 +81,10 @@ class Worker:
         self._savings = SavingsEstimator(llm)
         self._thread = llm.engine_thread
         self._thread.after_each = self._flush
-        # One thread: grammars are compiled in the order of their requests, and share a cache.
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        # Short formats do not wait for long ones. The compiler itself runs without the GIL.
+        self._compilers = {
+            long: ThreadPoolExecutor(1, thread_name_prefix="grammar") for long in (False, True)
+        }
         self._methods: OrderedDict[str, Method] = OrderedDict()
         self._active: dict[int, ActiveRequest] = {}
         self._submitting = threading.Lock()
@@ -106,7 +110,8 @@ class Worker:
                 break
         with self._submitting:
             self._active.clear()
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        for compiler in self._compilers.values():
+            compiler.shutdown(wait=False, cancel_futures=True)
         self._thread.close()
 
     def _start(self, request: EngineRequest) -> None:
@@ -120,7 +125,8 @@ class Worker:
         if request.output_format is None:
             self._submit(active, method, None)
         else:
-            self._compiler.submit(self._compile, active, method)
+            long = len(request.output_format.text) > LONG_FORMAT
+            self._compilers[long].submit(self._compile, active, method)
 
     def _compile(self, active: ActiveRequest, method: Method) -> None:
         """On the grammar thread: everything about a grammar that may take long or fail."""
@@ -145,6 +151,7 @@ class Worker:
             streaming=request.streaming,
             stream_canvas=request.graphs,
             grammar=grammar,
+            token_to_bytes=self._llm.detokenizer(request.params),
             priority=request.priority,
         )
         with self._submitting:
@@ -156,7 +163,8 @@ class Worker:
         """Ends a request that could not start."""
         number, fault = active.request.id, _fault(error)
         if isinstance(error, OutstrideError):  # it asks for what this engine does not have
-            fault = EngineFault("request", fault.message)
+            kind = "grammar" if isinstance(error, InvalidGrammar) else "request"
+            fault = EngineFault(kind, fault.message)
         with self._submitting:
             if self._active.pop(number, None) is not None:
                 output = EngineOutput(number, fault=fault, done=True)
@@ -193,10 +201,12 @@ class Worker:
             self._active.pop(request.id, None)
         elif request.id not in self._active:
             return  # cancelled: the HTTP process would drop it
-        num_tokens = len(sequence.tokens) - sequence.prompt_length
-        if request.params.logprobs is not None or request.trace:
+        num_tokens, tokens = len(sequence.tokens) - sequence.prompt_length, None
+        if request.params.logprobs is not None or request.trace or request.return_token_ids:
             first = active.num_sent.get(sequence.index, 0)
             active.num_sent[sequence.index] = num_tokens
+            if request.return_token_ids:
+                tokens = sequence.output[first:num_tokens]
             if request.trace:
                 trace = [(*row,) for row in sequence.trace[first:num_tokens]]
             if request.params.logprobs is not None:
@@ -224,6 +234,7 @@ class Worker:
                 event.done,
                 record_pass(progress) if request.graphs else None,
                 num_tokens,
+                tokens,
             )
         )
 
@@ -236,6 +247,7 @@ class Worker:
             sequence.method.spec or sequence.method.name,
             self._savings.saved(active.mark, counts),
             sequence.output,
+            None if sequence.pooled is None else sequence.pooled.vector(),
         )
 
     def _flush(self) -> None:
@@ -271,6 +283,7 @@ class Worker:
             device=self._llm.device,
             weights=self._llm.weights,
             kv_bytes=capacity * model.ops.kv_bytes_per_token(model.config),
+            adapters={name: self._llm.fingerprint_of(name) for name in model.adapters},
         )
         self._send((READY, handshake))
 
@@ -347,6 +360,7 @@ def main() -> None:
         device=settings.device,
         weights=settings.weights,
         adapter=settings.adapter,
+        adapters=settings.adapters,
         pages=settings.pages,
         max_nodes=settings.max_nodes,
         max_sequences=settings.max_sequences,

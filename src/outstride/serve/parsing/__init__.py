@@ -1,0 +1,1 @@
+"""Parsing answers: reasoning, content and tool calls, as the text arrives."""
