@@ -203,7 +203,7 @@ def test_a_cache_that_keeps_a_rejected_node(prove: Prove, monkeypatch: pytest.Mo
         table: BlockTable,
         positions: IntArray,
         keep: Sequence[int],
-        reuse: Sequence[int] = (),
+        *more: Any,
     ) -> Moves:
         nodes = list(keep)
         for i, node in enumerate(nodes):
@@ -215,7 +215,7 @@ def test_a_cache_that_keeps_a_rejected_node(prove: Prove, monkeypatch: pytest.Mo
             if siblings:  # the KV of a sibling stays in place of the accepted node
                 nodes[i] = NodeId(siblings[0])
                 break
-        return usual(self, table, positions, nodes, reuse)
+        return usual(self, table, positions, nodes, *more)
 
     monkeypatch.setattr(PagePool, "commit", commit)
     found = prove(method="recycle")

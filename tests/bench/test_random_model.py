@@ -80,6 +80,22 @@ def test_shapes_are_whole_blocks(source: Path, tmp_path: Path) -> None:
         random_model.write(tmp_path / "x.gguf", RandomModelShape(60, 1, 2, 1, 96), source)
 
 
+def test_a_mixture_of_experts(source: Path, tmp_path: Path) -> None:
+    shape = RandomModelShape(64, 1, 2, 1, 96, experts=5, used=2, head_dim=64)
+    path = tmp_path / "mixture.gguf"
+    count = random_model.write(path, shape, source)
+    file = GgufFile(path)
+    assert count == sum(int(np.prod(info.shape)) for info in file.tensors.values())
+    assert tuple(file.tensors["blk.0.ffn_down_exps.weight"].shape) == (5, 64, 96)
+    assert tuple(file.tensors["blk.0.attn_output.weight"].shape) == (64, 128)
+    assert file.metadata["qwen3moe.expert_used_count"] == 2
+
+
+def test_thirty_billion() -> None:
+    listed = random_model.tensors(random_model.SHAPES["30b-a3b"], 151936)
+    assert sum(int(np.prod(tensor.shape)) for tensor in listed) == pytest.approx(30.2e9, rel=0.01)
+
+
 def test_one_billion() -> None:
     listed = random_model.tensors(random_model.SHAPES["1b"], 49152)
     assert sum(int(np.prod(tensor.shape)) for tensor in listed) == pytest.approx(1.07e9, rel=0.01)

@@ -97,9 +97,16 @@ def _other_methods(proof: ProofRun) -> list[tuple[str, Method]]:
             continue
         method = registry.build(entry.name)
         fits = method.drafter.unsupported_reason(model.attention_pattern, model.masked_spec) is None
+        if method.drafter.layer_ranges and _runs_as_a_whole(model):
+            continue
         if fits and (not entry.needs or entry.exact_to != PLAIN):
             found.append((entry.name, method))
     return found
+
+
+def _runs_as_a_whole(model: object) -> bool:
+    """Whether a model runs all its layers or none: through transformers, or with recurrent layers."""
+    return bool(getattr(model, "whole_passes", False) or getattr(model, "state_spec", None))
 
 
 @contextmanager

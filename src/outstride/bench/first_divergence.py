@@ -43,7 +43,8 @@ def _token_divergence(
     tokens = [c.token_ids[at] if at < len(c.token_ids) else None for c in (plain, other)]
     row = None
     if proof.report.baseline == PLAIN and any(t is not None for t in tokens):
-        row = logits_inspection.logits_after(proof.llm, proof.tokens[i] + common)
+        text = proof.tokens[i] + common
+        row = logits_inspection.logits_after(proof.llm, text, proof.params.adapter)
 
     def side(token: int | None) -> Side:
         if token is None:

@@ -45,6 +45,7 @@ class IdleModel:
         self.vocab_size, self.pages, self.context = vocab_size, pages, context
         self.draft_heads: dict[str, DraftHead] = {}
         self.filters: dict[str, TrainedFilter] = {}
+        self.adapters: dict[str, str] = {}
         self._work = bytes(8_000_000)  # milliseconds, as many as a pass takes
         self._best = np.full((4096, 1), self.token, dtype=np.int64)
         self.passes: list[tuple[int, float, float]] = []

@@ -40,11 +40,12 @@ class _LogitsAcceptor(Acceptor):
         return Verdict(settled={Position(int(view.end)): TokenId(int(row.argmax()))}, keep=keep)
 
 
-def logits_after(llm: LLM, tokens: Sequence[int]) -> FloatArray:
-    """Raw logits for the token after a sequence of tokens."""
+def logits_after(llm: LLM, tokens: Sequence[int], adapter: str = "") -> FloatArray:
+    """Raw logits for the token after a sequence of tokens, with this LoRA adapter."""
     acceptor = _LogitsAcceptor()
     method = Method("look", _LogitsDrafter(), acceptor, Exactness.EXACT)
-    llm.generate([list(tokens)], SamplingParams(max_tokens=1), method=method)
+    params = SamplingParams(max_tokens=1, adapter=adapter)
+    llm.generate([list(tokens)], params, method=method)
     assert acceptor.logits is not None
     return acceptor.logits
 

@@ -100,6 +100,7 @@ def _start(
         params=params,
         batch=batch,
         alone=0 if by_distribution else alone,
+        rounding=not row_invariant(llm.model),
         cases=[ProofCase(prompt) for prompt in prompts],
     )
     return ProofRun(
@@ -110,6 +111,11 @@ def _start(
         params=params,
         report=report,
     )
+
+
+def row_invariant(model: object) -> bool:
+    """Whether the bits of a row depend on that row alone, as far as the model says."""
+    return bool(getattr(getattr(model, "ops", None), "row_invariant", True))
 
 
 def _closed(proof: ProofRun) -> ProofReport:

@@ -5,13 +5,16 @@ seconds, with a tokenizer that is copied from another GGUF file (the default mod
 are Q4_1 and the embedding, which is also the LM head, is Q8_0, as in the default model. The blocks
 are random themselves: codes are uniform and scales are chosen so that activations keep their size
 from layer to layer. Tensors are written one by one, so memory stays below the largest of them.
+
+`--parameters 30b-a3b --layers 2` writes the first layers of a mixture of experts of the shape of
+Qwen3-30B-A3B, with routers in F32.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,6 @@ from outstride.models.gguf_file import GgufFile
 
 Blocks = npt.NDArray[np.uint8]
 
-ARCHITECTURE = "llama"
 GROUP = 32
 """Weights per block of Q4_1 and Q8_0."""
 Q4_1_STD, Q8_0_STD = (15 * 17 / 12) ** 0.5, (255 * 257 / 12) ** 0.5
@@ -34,7 +36,11 @@ EMBEDDING_STD = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RandomModelShape:
-    """Sizes of a model of the Llama family whose LM head is its embedding."""
+    """Sizes of a model of the Llama family whose LM head is its embedding.
+
+    experts: how many each layer has (the family is Qwen3-MoE then), of which a token uses `used`;
+    `intermediate` is the inner size of one. head_dim: 0 for the hidden size divided by the heads.
+    """
 
     hidden: int
     layers: int
@@ -42,22 +48,34 @@ class RandomModelShape:
     kv_heads: int
     intermediate: int
     context: int = 8192
+    experts: int = 0
+    used: int = 0
+    head_dim: int = 0
 
-    def linear(self) -> dict[str, tuple[int, int]]:
-        """Linear layers of a decoder layer: [outputs, inputs] by name."""
-        key_value = self.hidden // self.heads * self.kv_heads
-        return {
-            "attn_q": (self.hidden, self.hidden),
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden // self.heads
+
+    def linear(self) -> dict[str, tuple[int, ...]]:
+        """Linear layers of a decoder layer by name: [outputs, inputs], or one for each expert."""
+        query, key_value = self.head_size * self.heads, self.head_size * self.kv_heads
+        found: dict[str, tuple[int, ...]] = {
+            "attn_q": (query, self.hidden),
             "attn_k": (key_value, self.hidden),
             "attn_v": (key_value, self.hidden),
-            "attn_output": (self.hidden, self.hidden),
-            "ffn_gate": (self.intermediate, self.hidden),
-            "ffn_up": (self.intermediate, self.hidden),
-            "ffn_down": (self.hidden, self.intermediate),
+            "attn_output": (self.hidden, query),
         }
+        end, each = ("_exps", (self.experts,)) if self.experts else ("", ())
+        found[f"ffn_gate{end}"] = (*each, self.intermediate, self.hidden)
+        found[f"ffn_up{end}"] = (*each, self.intermediate, self.hidden)
+        found[f"ffn_down{end}"] = (*each, self.hidden, self.intermediate)
+        return found
 
 
-SHAPES = {"1b": RandomModelShape(2048, 16, 32, 8, 8192)}
+SHAPES = {
+    "1b": RandomModelShape(2048, 16, 32, 8, 8192),
+    "30b-a3b": RandomModelShape(2048, 48, 32, 4, 768, experts=128, used=8, head_dim=128),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +101,11 @@ def tensors(shape: RandomModelShape, vocabulary: int) -> Iterator[RandomTensor]:
     for layer in range(shape.layers):
         yield RandomTensor(f"blk.{layer}.attn_norm.weight", (shape.hidden,), "F32")
         yield RandomTensor(f"blk.{layer}.ffn_norm.weight", (shape.hidden,), "F32")
+        if shape.experts:
+            yield RandomTensor(f"blk.{layer}.attn_q_norm.weight", (shape.head_size,), "F32")
+            yield RandomTensor(f"blk.{layer}.attn_k_norm.weight", (shape.head_size,), "F32")
+            router = (shape.experts, shape.hidden)
+            yield RandomTensor(f"blk.{layer}.ffn_gate_inp.weight", router, "F32")
         for name, size in shape.linear().items():
             yield RandomTensor(f"blk.{layer}.{name}.weight", size, "Q4_1")
     yield RandomTensor("output_norm.weight", (shape.hidden,), "F32")
@@ -94,10 +117,12 @@ def _scales(numbers: np.random.Generator, shape: tuple[int, ...], std: float) ->
 
 
 def random_blocks(tensor: RandomTensor, numbers: np.random.Generator) -> Any:
-    """Data of a tensor: ones for norms, else random blocks as bytes, [outputs, bytes of a row]."""
+    """Data of a tensor: ones for norms, random numbers for routers, else random blocks as bytes."""
     if tensor.kind == "F32":
-        return np.ones(tensor.shape, dtype="<f4")
-    rows, columns = tensor.shape
+        if len(tensor.shape) == 1:
+            return np.ones(tensor.shape, dtype="<f4")
+        return numbers.standard_normal(tensor.shape, dtype="<f4") * tensor.shape[-1] ** -0.5
+    rows, columns = int(np.prod(tensor.shape[:-1])), tensor.shape[-1]
     groups = (rows, columns // GROUP)
     if tensor.kind == "Q8_0":
         scales = _scales(numbers, groups, EMBEDDING_STD / Q8_0_STD)
@@ -127,11 +152,11 @@ def write(path: Path, shape: RandomModelShape, source: Path, seed: int = 0) -> i
     """Writes a model with the tokenizer of `source`, a GGUF file; returns its number of weights."""
     from gguf import GGMLQuantizationType, GGUFWriter
 
-    if shape.hidden % (GROUP * shape.heads) or shape.intermediate % GROUP:
+    if shape.hidden % GROUP or shape.head_size % GROUP or shape.intermediate % GROUP:
         raise InvalidParams(f"sizes of heads and layers must be multiples of {GROUP}")
     other = GgufFile(source)
     vocabulary = len(other.metadata["tokenizer.ggml.tokens"])
-    writer = GGUFWriter(path, ARCHITECTURE)
+    writer = GGUFWriter(path, "qwen3moe" if shape.experts else "llama")
     writer.add_name(f"random weights, seed {seed}")
     writer.add_vocab_size(vocabulary)
     writer.add_context_length(shape.context)
@@ -140,7 +165,13 @@ def write(path: Path, shape: RandomModelShape, source: Path, seed: int = 0) -> i
     writer.add_feed_forward_length(shape.intermediate)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
-    writer.add_rope_dimension_count(shape.hidden // shape.heads)
+    writer.add_rope_dimension_count(shape.head_size)
+    if shape.experts:
+        writer.add_key_length(shape.head_size)
+        writer.add_value_length(shape.head_size)
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.used)
+        writer.add_expert_feed_forward_length(shape.intermediate)
     writer.add_rope_freq_base(100_000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     for key, value in other.metadata.items():
@@ -175,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--parameters", choices=tuple(SHAPES), default="1b")
+    parser.add_argument("--layers", type=int, metavar="N", help="only the first N layers")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument(
         "--tokenizer",
@@ -186,7 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     source = locate(args.tokenizer)
     if source.suffix != ".gguf":
         parser.error(f"{args.tokenizer} is not a GGUF file, so its tokenizer cannot be copied")
-    count = write(args.out, SHAPES[args.parameters], source, args.seed)
+    shape = SHAPES[args.parameters]
+    shape = replace(shape, layers=min(args.layers or shape.layers, shape.layers))
+    count = write(args.out, shape, source, args.seed)
     print(f"{args.out}: {count / 1e9:.2f} billion weights, {args.out.stat().st_size / 1e6:,.0f} MB")
 
 
