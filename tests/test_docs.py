@@ -1,7 +1,7 @@
 """The documentation says what is the case: tables, links, examples and command lines are checked.
 
 `python tests/test_docs.py` writes the generated pages anew: methods with their papers, commands,
-and the classes of the glossary.
+the families of models, and the classes of the glossary.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pytest
 
 from outstride import registry
 from outstride.cli.app import main, parser
+from tests.models.families_table import models_page
 from tests.source_tree import parsed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -276,12 +277,20 @@ def test_the_glossary_lists_the_classes() -> None:
     assert GLOSSARY.read_text() == glossary_page(), AGAIN
 
 
+# --- the families of models ----------------------------------------------------------------------
+
+
+def test_the_table_of_families_is_that_of_the_code() -> None:
+    assert (ROOT / "docs" / "models.md").read_text() == models_page(), AGAIN
+
+
 # --- the generated pages, anew -------------------------------------------------------------------
 
 GENERATED: dict[str, Callable[[], str]] = {
     "docs/glossary.md": glossary_page,
     "docs/methods.md": methods_page,
     "docs/commands.md": commands_page,
+    "docs/models.md": models_page,
 }
 
 
