@@ -88,4 +88,4 @@ def test_gates_far_below_zero_are_closed(tmp_path: Path, monkeypatch: pytest.Mon
             layer.mlp.gate_proj.bias.data.fill_(bias)
         folder = save(made, tmp_path / f"model{bias}")
         found.append(read(load(str(folder), pages=16, weights="int8").model))
-    assert np.allclose(*found, atol=1e-5)
+    assert np.allclose(found[0], found[1], atol=1e-5)
